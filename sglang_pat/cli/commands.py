@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import itertools
@@ -326,7 +327,8 @@ def _explain(arguments: argparse.Namespace) -> None:
     path = explain.trace_of(arguments.url, _key(arguments)) if live else arguments.trace
     inputs = {"trace" if arguments.model is None else "input": path}
     if arguments.model is not None:
-        inputs["model's config.json"] = config_of(arguments.model)
+        with contextlib.suppress(EstimateError):  # said later, behind what is wrong with the requests
+            inputs["model's config.json"] = config_of(arguments.model)
     for kind, file in inputs.items():
         if os.path.realpath(output) == os.path.realpath(file):
             raise explain.ExplainError(f"--output {output} is the {kind}: name another file")
