@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import eagle
+import mellum
 import pytest
 from chaos import FEATURES, Chaos, adapters, our_tracebacks
 from chaos.report import Report
@@ -53,8 +54,9 @@ def servers(model: Path, tmp_path: Path) -> Iterator[tuple[Server, Server]]:
 
 @contextmanager
 def started(
-    model: Path, folder: Path, flags: list[str], of_pat: list[str], environment: dict[str, str] | None = None
-) -> Iterator[tuple[Server, Server]]:
+    model: Path, folder: Path, flags: list[str], of_pat: list[str], environment: dict[str, str] | None = None,
+    of_reference: Sequence[str] = (),
+) -> Iterator[tuple[Server, Server]]:  # fmt: skip
     with ExitStack() as stack:
         tried = ForkedServer(
             model,
@@ -64,7 +66,11 @@ def started(
             {"SGLANG_PAT_VERIFY": "1", **ENVIRONMENT, **(environment or {})},
         )
         reference = ForkedServer(
-            model, "torch_native", folder / "reference.log", [*flags, "--max-total-tokens", "20000"], ENVIRONMENT
+            model,
+            "torch_native",
+            folder / "reference.log",
+            [*flags, *of_reference, "--max-total-tokens", "20000"],
+            ENVIRONMENT,
         )
         for server in (tried, reference):
             stack.enter_context(server)
@@ -123,3 +129,20 @@ def test_chaos_with_drafts(model: Path, tmp_path: Path) -> None:
         report, counters = run(Chaos(tried.url, reference.url, seed=SEED, seconds=SECONDS / 2), tried)
         assert counters["kv_tokens"] < counters["kv_tokens_unpacked"]
         assert min(report.compared[kind] for kind in ("greedy", "partial")) > 3, report
+
+
+@pytest.mark.once
+def test_chaos_beside_a_pool_for_windows(model: Path, tmp_path: Path) -> None:
+    """Requests wait for either pool, and what a window has left goes to others. SGLang searches there without beams."""
+    windowed = mellum.write(tmp_path / "windowed", model, 60)
+    features = FEATURES - {"beams", "loras", "lora updates", "memory", "openai", "seeds", "streaming sessions"}
+    with started(windowed, tmp_path, COMMON, SMALL_POOL, of_reference=["--disable-hybrid-swa-memory"]) as (
+        tried,
+        reference,
+    ):
+        report, counters = run(
+            Chaos(tried.url, reference.url, seed=SEED, seconds=SECONDS / 2, features=features), tried
+        )
+        assert "SWAKVPool" in tried.log.read_text()
+        assert counters["kv_tokens"] < 0.95 * counters["kv_tokens_unpacked"], "hardly anything was packed"
+        assert min(report.compared[kind] for kind in ("greedy", "partial", "session")) > 3, report

@@ -249,6 +249,16 @@ def test_a_job_is_shown_before_it_runs(tmp_path: Path) -> None:
     assert len([node for node in data["steps"][0]["nodes"] if node[:2] == [0, 63] or node[:2] == [0, 64]]) == 3
 
 
+def test_a_page_does_not_replace_what_it_is_made_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, requests = tmp_path / "config.json", tmp_path / "in"
+    shutil.copy(CONFIG_JSON, config)
+    requests.write_text("a prompt\n")
+    for output, kind in ((config, "model's config.json"), (requests, "input")):
+        before = output.read_text()
+        assert cli.main(["explain", str(requests), "--model", str(tmp_path), "--output", str(output)]) == 2
+        assert output.read_text() == before and f"{output} is the {kind}: name another file" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 390)])
 def test_the_page_stays_usable_with_1024_requests_and_32_levels(tmp_path: Path, scheme: str, width: int) -> None:

@@ -15,6 +15,8 @@ import pytest
 from conftest import selected
 from forked import ForkedServer
 
+from sglang_pat import compat
+
 pytestmark = pytest.mark.server
 
 BASE: dict[str, Any] = {
@@ -70,6 +72,12 @@ MODELS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 2, "image_size": 56, "patch_size": 14,
         },
     },
+    "windows": {
+        "architectures": ["MellumForCausalLM"], "model_type": "mellum", "hidden_act": "silu", "head_dim": 32, "attention_bias": False,
+        "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"],
+        "moe_intermediate_size": 64, "num_experts": 2, "num_experts_per_tok": 1, "norm_topk_prob": True,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")},
+    },
     "head dimension": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "head_dim": 12, "hidden_size": 48,
     },
@@ -88,6 +96,9 @@ TOKENS = {
 CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
     "sparse attention": ("sparse attention", [], {}, "does not support sparse attention (DSA), which DeepseekV32ForCausalLM uses: leave it out, and SGLang chooses another one"),
     "images": ("images", ["--enable-multimodal"], {}, "pat does not support attention in both directions within an image, which Gemma3ForConditionalGeneration uses"),
+    "windows in 4 bits": ("windows", [], {"SGLANG_PAT_KV": "int4"},
+        "does not support windows with a KV cache of int4" if compat.arguments.has_one_pool() else
+        "does not support a KV cache of int4 (SGLANG_PAT_KV) where SGLang or another plugin keeps KV in pools of another kind, as SGLang does for windows: unset it"),
     "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
 }  # fmt: skip
 

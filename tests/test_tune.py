@@ -174,6 +174,19 @@ def test_a_head_dimension_with_a_table_of_its_own_has_its_prices(
     assert devices.find("", "another Hopper", 256) is None
 
 
+def test_prices_of_other_dimensions_are_not_scaled_to_larger_ones_nor_those_of_latents_to_any() -> None:
+    """Though such a table has a price for each tile."""
+    wide, latents = (devices.load(devices.TABLES / f"h200-{dim}.json") for dim in (256, 576))
+    wide = msgspec.structs.replace(wide, prices_8bit=latents.prices_8bit)
+    for dim, table in ((192, wide), (192, latents), (256, latents)):
+        assert capabilities.tile_table("9.0a", dim, "NVIDIA H200", table, 8) == TileTable(
+            capabilities.query_tiles("9.0a", dim, 8)
+        )
+    assert capabilities.tile_table("9.0a", 256, "NVIDIA H200", wide, 8).token_ns != ()
+    with pytest.raises(ValueError, match="no prices for head dimension 128 with KV of 16 bits"):
+        capabilities.tile_table("8.0", 128, "NVIDIA A100", latents)
+
+
 def test_latents_have_the_prices_of_a_table_of_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = tile_prices.spec_of(576, "bfloat16")
     assert spec.latent and not tile_prices.spec_of(256, "bfloat16").latent

@@ -62,6 +62,7 @@ def test_answers_are_those_of_a_stock_backend(servers: dict[str, Server]) -> Non
         counters = assert_sound(servers[name])
         assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
         assert counters["plans"] < 2 * counters["steps"], "two groups of layers, and plans that last"
+        assert sum(counters["kv_bytes_by_queries"].values()) == counters["kv_bytes"], "of layers of either kind"
     assert_siblings_share(servers["plain"])
 
 

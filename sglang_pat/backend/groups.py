@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +166,7 @@ class LayerGroups:
 
 
 SUMMED = ("plans", "plans_ahead", "planning_us", "kv_bytes", "kv_bytes_unpacked")
+BY_QUERIES = "kv_bytes_by_queries"
 WORST = ("fallbacks", "too_large")
 
 
@@ -174,5 +176,9 @@ def total(reports: list[Mapping[str, Any]]) -> dict[str, Any]:
     Plans and bytes are added up. A step counts as one fallback, however many groups fell back, and likewise if plans were too large. Everything
     else is the first group's.
     """
-    summed = {name: sum(report[name] for report in reports) for name in SUMMED}
+    summed: dict[str, Any] = {name: sum(report[name] for report in reports) for name in SUMMED}
+    by_queries: Counter[str] = Counter()
+    for report in reports:
+        by_queries.update(report[BY_QUERIES])
+    summed[BY_QUERIES] = dict(sorted(by_queries.items(), key=lambda item: int(item[0])))
     return {**reports[0], **summed, **{name: max(report[name] for report in reports) for name in WORST}}

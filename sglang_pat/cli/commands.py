@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import itertools
@@ -21,7 +22,7 @@ from sglang_pat.cli.parser import Parser, as_json, count, counts, patience, run
 from sglang_pat.cli.replay import replay
 from sglang_pat.cli.top import SilenceError, TopError, top
 from sglang_pat.config import KEY
-from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, estimate, load, read_model
+from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, config_of, estimate, load, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
 from sglang_pat.packing.native import make_plan
@@ -324,9 +325,13 @@ def _explain(arguments: argparse.Namespace) -> None:
     # A running server is still writing: its file may end within a record.
     live, output = arguments.url is not None, arguments.output
     path = explain.trace_of(arguments.url, _key(arguments)) if live else arguments.trace
-    if os.path.realpath(output) == os.path.realpath(path):
-        kind = "trace" if arguments.model is None else "input"
-        raise explain.ExplainError(f"--output {output} is the {kind}: name another file")
+    inputs = {"trace" if arguments.model is None else "input": path}
+    if arguments.model is not None:
+        with contextlib.suppress(EstimateError):  # said later, behind what is wrong with the requests
+            inputs["model's config.json"] = config_of(arguments.model)
+    for kind, file in inputs.items():
+        if os.path.realpath(output) == os.path.realpath(file):
+            raise explain.ExplainError(f"--output {output} is the {kind}: name another file")
     if is_trace(output):
         raise explain.ExplainError(f"--output {output} is another trace, which would be lost: name another file")
     try:

@@ -79,14 +79,26 @@ UNREAD = (
 """Other fields that say how layers differ, which are not read here: Step 3.5, Laguna, Gemma 4, Nemotron NAS, Inkling, Zaya."""
 
 
+def config_of(name: str | Path) -> Path:
+    """A model's config.json, by the name of its folder, of the file, or in the cache of Hugging Face.
+
+    Raises:
+        EstimateError: There is none.
+    """
+    try:
+        return find(str(name))
+    except ModelError as error:
+        raise EstimateError(str(error)) from None
+
+
 def read_model(name: str | Path) -> Model:
-    """Read a model's config.json, by the name of its folder, of the file, or in the cache of Hugging Face.
+    """Read a model's config.json, named as for `config_of`.
 
     Raises:
         EstimateError: PAT does not serve this model, or the file is no config.json.
     """
+    path = config_of(name)
     try:
-        path = find(str(name))
         config = language_model(read(path))
     except ModelError as error:
         raise EstimateError(str(error)) from None

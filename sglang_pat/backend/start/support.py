@@ -227,8 +227,8 @@ def _low_bit_problem(runner: Any) -> str | None:
         return f"for MLA models like {_name(runner)}"
     if compat.pool.is_fp8(runner.kv_cache_dtype):
         return "for a checkpoint that wants 8 bits"
-    if on_gpu and not layers.format_of(runner).is_low_bit:
-        return "where SGLang or another plugin keeps KV in pools of another kind"
+    if not layers.format_of(runner).is_low_bit:
+        return "where SGLang or another plugin keeps KV in pools of another kind, as SGLang does for windows"
     if on_gpu and compat.stock.prefill_backend(False, runner.kv_cache_dtype, scaled=False) == "triton":
         return "on this GPU without FlashInfer, whose attention its prefill needs"
     if not all(map(compat.model.decodes, compat.model.attention_layers(runner))):
