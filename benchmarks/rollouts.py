@@ -227,10 +227,14 @@ def main() -> None:
         os._exit(0)
     result: dict[str, Any] = {"device": gpu(), "model": options.model.name, "server": options.server, "records": []}
     options.output.write_text(json.dumps(result, indent=1) + "\n")
-    for setting in options.settings:
-        # One that fails must not cost the others' numbers.
-        if subprocess.run([sys.executable, *sys.argv, "--only-setting", setting], check=False).returncode:
-            print(f"{setting} failed", file=sys.stderr)
+    # One that fails must not cost the others' numbers.
+    failed = [
+        setting
+        for setting in options.settings
+        if subprocess.run([sys.executable, *sys.argv, "--only-setting", setting], check=False).returncode
+    ]
+    if failed:
+        sys.exit(f"failed: {' '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -600,7 +600,7 @@ def test_long_and_short_requests_in_a_window(tmp_path: Path) -> None:
 
 
 def test_layers_with_windows_and_without_add_up(tmp_path: Path) -> None:
-    prompts = traced(64, 24_000, 16_384)
+    prompts = traced(64, 20_000, 16_384)
     rows = [
         row(tmp_path, {**GEMMA2, "layer_types": kinds * 21}, prompts)
         for kinds in (["full_attention"] * 2, ["sliding_attention"] * 2, ["sliding_attention", "full_attention"])
