@@ -182,13 +182,22 @@ def test_reports_of_groups_are_added_up() -> None:
         "planning_us": 7,
         "kv_bytes": 100,
         "kv_bytes_unpacked": 300,
+        "kv_bytes_by_queries": {"1": 60, "16": 40},
         "fallbacks": 1,
         "too_large": 0,
     }
-    second = first | {"work_items": 8, "plans": 2, "fallbacks": 2, "too_large": 3}
+    second = first | {"work_items": 8, "plans": 2, "kv_bytes_by_queries": {"2": 100}, "fallbacks": 2, "too_large": 3}
     total = groups.total([first, second])
-    summed = {"plans": 3, "planning_us": 14, "kv_bytes": 200, "kv_bytes_unpacked": 600}
+    by_queries = {"1": 60, "2": 100, "16": 40}
+    summed = {
+        "plans": 3,
+        "planning_us": 14,
+        "kv_bytes": 200,
+        "kv_bytes_unpacked": 600,
+        "kv_bytes_by_queries": by_queries,
+    }
     assert total == first | summed | {"fallbacks": 2, "too_large": 3}
+    assert list(total["kv_bytes_by_queries"]) == ["1", "2", "16"]
 
 
 def pool_for_windows(windowed: list[int], full: list[int]) -> SWAKVPool:
