@@ -600,7 +600,7 @@ def test_long_and_short_requests_in_a_window(tmp_path: Path) -> None:
 
 
 def test_layers_with_windows_and_without_add_up(tmp_path: Path) -> None:
-    prompts = traced(64, 20_000, 16_384)
+    prompts = traced(64, 24_000, 16_384)
     rows = [
         row(tmp_path, {**GEMMA2, "layer_types": kinds * 21}, prompts)
         for kinds in (["full_attention"] * 2, ["sliding_attention"] * 2, ["sliding_attention", "full_attention"])
@@ -608,8 +608,7 @@ def test_layers_with_windows_and_without_add_up(tmp_path: Path) -> None:
     full, windowed, mixed = rows
     assert len(mixed) == 8 and mixed[:2] == full[:2] == windowed[:2]
     for column, precision in ((2, 0.01), (3, 0.01), (4, 1), (5, 1), (6, 0.1), (7, 0.1)):
-        # What is packed may be more with windows: of their 4,096 tokens 480 are shared, which are not worth an item, and of full layers' 20,000 all but 3,616.
-        assert column % 2 or windowed[column] < full[column]
+        assert windowed[column] <= full[column] and (column > 2 or windowed[column] < full[column])
         assert mixed[column] == pytest.approx((full[column] + windowed[column]) / 2, abs=precision), column
 
 

@@ -283,6 +283,9 @@ def test_a_pool_on_a_gpu_that_is_not_ours_is_refused() -> None:
     runner = SimpleNamespace(
         device="cuda", kv_cache_dtype=torch.bfloat16, token_to_kv_pool=of_sglang, use_mla_backend=False
     )
-    with pytest.raises(support.UnsupportedError, match="another plugin keeps KV in pools of another kind"):
+    with pytest.raises(
+        support.UnsupportedError,
+        match="another plugin keeps KV in pools of another kind, as SGLang does for windows: unset it",
+    ):
         support.check_low_bit(runner, {"SGLANG_PAT_KV": "int4"})
     support.check_low_bit(runner, {})
