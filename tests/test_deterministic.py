@@ -106,9 +106,7 @@ def test_an_extend_in_rounds_has_the_bits_of_decode_steps() -> None:
         )
         assert prefill._decoding is not None and len(prefill.extend._rounds) == 1
         # The same tokens by other steps: in several rounds; and those that decoded as new tokens of an extend.
-        most = max(-(-length // 64) for length in map(sum, zip(CACHED, ADDED, strict=True)))
-        for group in fixture.backend.groups.single:
-            group.executor.max_slots = min(group.executor.max_slots, 20 * most)
+        make_room_for_few(fixture)
         assert torch.equal(dense.run_dense_fixture_eager(fixture), out)
         assert len(prefill.extend._rounds) > 5
         prefill.begin = lambda batch, check: _begin_whole(prefill, batch)
@@ -140,14 +138,19 @@ def test_an_extend_has_the_same_bits_where_windows_have_a_pool_of_their_own(
         prefill = fixture.backend.prefill
         assert torch.equal(dense.run_dense_fixture_eager(fixture), out)
         assert prefill._decoding is not None
-        most = max(-(-length // 64) for length in map(sum, zip(CACHED, ADDED, strict=True)))
-        for group in fixture.backend.groups.single:
-            group.executor.max_slots = min(group.executor.max_slots, 20 * most)
+        make_room_for_few(fixture)
         prefill.begin = lambda batch, check: _begin_whole(prefill, batch)
         assert torch.equal(dense.run_dense_fixture_eager(fixture), out)
         assert prefill._decoding is None and len(prefill.extend._rounds) > 5
         mapping[mapping > 0] = mapping[mapping > 0].roll(1)
         assert not torch.equal(dense.run_dense_fixture_eager(fixture), out), "another request's slots are found out"
+
+
+def make_room_for_few(fixture: Any) -> None:
+    """Parts of 20 tokens: extends then need several rounds."""
+    most = max(-(-length // 64) for length in map(sum, zip(CACHED, ADDED, strict=True)))
+    for group in fixture.backend.groups.single:
+        group.executor.max_slots = min(group.executor.max_slots, 20 * most)
 
 
 def _begin_whole(prefill: Any, batch: Any) -> None:
@@ -263,7 +266,7 @@ def ask(server: Server, prompt: str, seed: int | None) -> tuple[list[int], list[
 @pytest.mark.parametrize("seed", [None, 7])
 def test_answers_do_not_depend_on_the_batch(server: Server, seed: int | None, request: pytest.FixtureRequest) -> None:
     """Prompts of up to 3,600 tokens, so that some have four pieces; a third share one, a third two, and the rest nothing."""
-    if seed is not None and request.node.callspec.params["server"] == "drafts":
+    if seed is not None and "drafts" in request.node.callspec.params["server"]:
         pytest.skip("SGLang draws by where a verify step begins, which drafts decide (docs/rollouts.md)")
     systems = [workload.prose(f"system {i}", 900 + 1_300 * i) for i in range(2)]
     prompts = [(systems[i % 3] if i % 3 < 2 else "") + workload.prose(f"question {i}", 60 + 45 * i) for i in range(24)]
@@ -382,6 +385,6 @@ def test_sglangs_own(
     arguments = own.BenchArgs(host=host, port=int(port), test_mode=mode, n_trials=10)
     if mode == "prefix":
         arguments.return_logprob = True
-        arguments.temperature = 0.0 if request.node.callspec.params["server"] == "drafts" else 0.5  # as above
+        arguments.temperature = 0.0 if "drafts" in request.node.callspec.params["server"] else 0.5  # as above
     found = own.test_deterministic(arguments)
     assert found and set(np.array(found).tolist()) == {1}
