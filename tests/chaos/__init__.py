@@ -160,15 +160,7 @@ class Chaos:
         context = info["max_req_input_len"] + 2
         loras = sorted(self.loras) if "loras" in self.able else []
         self.catalogue = Catalogue.write(
-            self.seed,
-            self.prompts,
-            self.branch,
-            context,
-            longest,
-            loras,
-            "beams" in self.able,
-            tokenizer,
-            "seeds" in self.able,
+            self.seed, self.prompts, self.branch, context, longest, loras, self.able, tokenizer
         )
 
     async def _run(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +131,7 @@ class Catalogue:
 
     @staticmethod
     def write(
-        seed: int, size: int, branch: int, context: int, longest: int, loras: Sequence[str], beams: bool, strings: bool, seeds: bool
+        seed: int, size: int, branch: int, context: int, longest: int, loras: Sequence[str], able: Collection[str], strings: bool
     ) -> Catalogue:  # fmt: skip
         """`size` ordinary prompts, and of everything else some.
 
@@ -139,9 +139,8 @@ class Catalogue:
             branch: As of `Forest`.
             longest: Tokens of the longest prompt.
             loras: Names of adapters.
-            beams: Whether to ask for beam search.
+            able: As of `Chaos`: whether to ask for beam search, and to sample with seeds.
             strings: Whether to stop at strings too, not at tokens only.
-            seeds: Whether to sample with seeds.
         """
         forest, chance = Forest(seed, branch), random.Random(f"catalogue {seed}")
         few = max(4, size // 6)
@@ -187,8 +186,8 @@ class Catalogue:
                 )
                 for _ in range(few)
             ],
-            "beam": [_beam(forest.prompt(), chance) for _ in range(few)] if beams else [],
-            "seeded": [_seeded(forest.prompt(), chance) for _ in range(2 * few)] if seeds else [],
+            "beam": [_beam(forest.prompt(), chance) for _ in range(few)] if "beams" in able else [],
+            "seeded": [_seeded(forest.prompt(), chance) for _ in range(2 * few)] if "seeds" in able else [],
         }  # fmt: skip
         return catalogue
 
