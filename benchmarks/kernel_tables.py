@@ -123,17 +123,9 @@ def kernels_dim256() -> str:
             ]
         rows.append([kv, heads, f"{tokens}", *cells])
     device = result["device"]
-    head = [
-        "KV",
-        "heads",
-        "tokens",
-        "shared: mean",
-        "least",
-        "at least 0.99",
-        "not shared: mean",
-        "least",
-        "at least 0.99",
-    ]
+    head = ["KV", "heads", "tokens"]
+    for what in ("shared", "not shared"):
+        head += [f"{what}: mean", "least", "at least 0.99"]
     return f"{table(head, rows)}\n\n*{device['name']} ({device['read_tbps']} TB/s read), torch {device['torch']}, {device['date']}.* Best other / PAT."
 
 

@@ -173,8 +173,9 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     chosen, table = table, table or devices.find(arch, gpu, head_dim)
     # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/notes/prices.md, "Larger head dimensions"). Those of latents are of other
     # kernels.
-    scales = table is not None and head_dim <= MEASURED_DIM and head_dim <= table.head_dim <= HEAD_DIMS[-1]
-    if table is not None and (scales or head_dim == table.head_dim):
+    if table is not None and (
+        head_dim == table.head_dim or (head_dim <= MEASURED_DIM and head_dim < table.head_dim <= HEAD_DIMS[-1])
+    ):
         by_warps = max(m for m in tiles if m <= NARROW_M)
         priced = table.tiles(tiles, head_dim, by_warps, WARP_TOKENS, kv_bits)
         if priced is not None and by_warps < NARROW_M:
