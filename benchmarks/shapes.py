@@ -40,12 +40,28 @@ MLA = {
     "hidden_size": 2048, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 1, "n_routed_experts": 64, "n_group": 1,
     "topk_group": 1, "attention_bias": False,
 }  # fmt: skip
+V2_LITE = {
+    **MLA, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_hidden_layers": 27, "intermediate_size": 10_944,
+    "moe_intermediate_size": 1408, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_layer_freq": 1, "topk_method": "greedy",
+    "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "q_lora_rank": None, "qk_nope_head_dim": 128, "v_head_dim": 128, "vocab_size": 102_400, "max_position_embeddings": 163_840,
+    "rope_theta": 10_000, "rms_norm_eps": 1e-6,
+    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+                     "original_max_position_embeddings": 4096},
+}  # fmt: skip
+V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 36, "intermediate_size": 12_288,
         "vocab_size": 151_936, "max_position_embeddings": 40_960, "rope_theta": 1e6, **GQA_8,
     },
     "llama3-8b": {**LLAMA, "num_hidden_layers": 32},
+    "llama3-70b-tp8": {
+        **LLAMA, "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 1,
+    },
     "qwen3-8b-eagle": {
         **LLAMA, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "intermediate_size": 12_288,
         "vocab_size": 151_936, "max_position_embeddings": 40_960, "rope_theta": 1e6,
@@ -75,15 +91,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                          "original_max_position_embeddings": 4096},
     },
-    "deepseek-v2-lite": {
-        **MLA, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_hidden_layers": 27, "intermediate_size": 10_944,
-        "moe_intermediate_size": 1408, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_layer_freq": 1, "topk_method": "greedy",
-        "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0, "num_attention_heads": 16, "num_key_value_heads": 16,
-        "q_lora_rank": None, "qk_nope_head_dim": 128, "v_head_dim": 128, "vocab_size": 102_400, "max_position_embeddings": 163_840,
-        "rope_theta": 10_000, "rms_norm_eps": 1e-6,
-        "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
-                         "original_max_position_embeddings": 4096},
-    },
+    "deepseek-v2-lite": V2_LITE,
+    "deepseek-v2-lite-nextn": {**V2_LITE, **V3},
     "glm-4.7-flash": {
         **MLA, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "num_hidden_layers": 47, "intermediate_size": 10_240,
         "moe_intermediate_size": 1536, "n_shared_experts": 1, "num_experts_per_tok": 4, "topk_method": "noaux_tc", "norm_topk_prob": True,
@@ -92,7 +101,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1_000_000, "rms_norm_eps": 1e-5,
     },
 }  # fmt: skip
-"""By the configurations on the models' own pages; `qwen3-8b-eagle` is a draft of one layer for `qwen3-8b`."""
+"""By the configurations on the models' own pages, but for `qwen3-8b-eagle`, a draft of one layer for `qwen3-8b`; `llama3-70b-tp8`, what tensor parallelism
+leaves of Llama 3 70B on one of eight GPUs, with all of the vocabulary; and `deepseek-v2-lite-nextn`, a DeepSeek V3 as small as V2 Lite, which brings a draft."""
 
 
 IDS_ONLY = {"qwen3.5-35b-a3b"}
