@@ -59,8 +59,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151_936, "max_position_embeddings": 40_960, "rope_theta": 1e6, **GQA_8,
     },
     "llama3-8b": {**LLAMA, "num_hidden_layers": 32},
-    "llama3-70b-tp8": {
+    "llama3.1-70b-tp8": {
         **LLAMA, "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 1,
+        "max_position_embeddings": 131_072,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     },
     "qwen3-8b-eagle": {
         **LLAMA, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "intermediate_size": 12_288,
@@ -101,8 +103,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1_000_000, "rms_norm_eps": 1e-5,
     },
 }  # fmt: skip
-"""By the configurations on the models' own pages, but for `qwen3-8b-eagle`, a draft of one layer for `qwen3-8b`; `llama3-70b-tp8`, what tensor parallelism
-leaves of Llama 3 70B on one of eight GPUs, with all of the vocabulary; and `deepseek-v2-lite-nextn`, a DeepSeek V3 as small as V2 Lite, which brings a draft."""
+"""By the configurations on the models' own pages, but for `qwen3-8b-eagle`, a draft of one layer for `qwen3-8b`; `llama3.1-70b-tp8`, what tensor parallelism
+leaves of Llama 3.1 70B on one of eight GPUs, with all of the vocabulary; and `deepseek-v2-lite-nextn`, a DeepSeek V3 as small as V2 Lite, which brings a draft."""
 
 
 IDS_ONLY = {"qwen3.5-35b-a3b"}
