@@ -44,6 +44,14 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
   using Rows = TileRows<kDim, kDim* int(sizeof(T))>;
   using Rows::kRowThreads, Rows::kRows, Rows::kStride, Rows::own_row, Rows::thread;
   using Memory = WideMemory<kDim, kStages, 0>;
+  // Where rows of V are shorter, the threads of a row of K copy several of them at a time.
+  static constexpr int kVRowThreads = row_threads(kVDim * int(sizeof(T))), kVRowsAtATime = kRowThreads / kVRowThreads;
+
+  // This thread's chunk of a row, and where that of its first row lies in a stage.
+  struct Place {
+    unsigned column;
+    uint32_t offset;
+  };
 
  public:
   template <typename CtaMemory>
@@ -80,9 +88,12 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
   // `slot_ahead` is the slot of this lane's row of the first tile.
   __device__ void copy_kv(const Item& item, const WideQueries<kDim>& queries, int slot_ahead) {
     const unsigned column = thread() % kRowThreads, first = thread() / kRowThreads;
+    const unsigned v_column = column % kVRowThreads;
     const char* k = fresh(static_cast<const char*>(p_.k) + item.kv.head * p_.k_head + column * 16);
-    const char* v = fresh(static_cast<const char*>(p_.v) + item.kv.head * p_.v_head + column * 16);
-    const uint32_t offset = panel_offset(first, column, kTokens * kPanelRow);
+    const char* v = fresh(static_cast<const char*>(p_.v) + item.kv.head * p_.v_head + v_column * 16);
+    const Place k_at = {column, panel_offset(first, column, kTokens * kPanelRow)};
+    const Place v_at = {v_column,
+                        kVRowsAtATime == 1 ? k_at.offset : panel_offset(first_row<true>(), v_column, kTokens * kPanelRow)};
     const int own = own_row(), tokens = item.tokens;  // a copy, because ptxas would read shared memory again for each tile
     const int32_t* slots = p_.req_to_token + item.slots + own;
     // Consumers multiply K of their next tile before V of this one, so copies are issued in that order. Alternating
@@ -96,20 +107,19 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
       const int slot = next;
       slots += kTokens;
       next = begin + kTokens + own < tokens ? *slots : 0;
-      if (begin < tokens) copy_rows<false>(tokens - begin, column, offset, k, p_.k_slot, slot);
-      if (begin >= behind)
-        copy_rows<true>(tokens - begin + behind, column, offset, v, p_.v_slot, behind > kTokens ? before : last);
+      if (begin < tokens) copy_rows<false>(tokens - begin, k_at, k, p_.k_slot, slot);
+      if (begin >= behind) copy_rows<true>(tokens - begin + behind, v_at, v, p_.v_slot, behind > kTokens ? before : last);
       before = last, last = slot;
     }
     if constexpr (Variant::kTails) {
-      if (tails) copy_tails(queries, item.count, (tokens - 1) % kTokens + 1, last, column, offset, k, v);
+      if (tails) copy_tails(queries, item.count, (tokens - 1) % kTokens + 1, last, k_at, v_at, k, v);
     }
   }
 
   // Copies the tails, one KV tile of each query in turn; a tail that has ended gets empty stages. V of the last shared tile
   // is still to be copied: `last_left` tokens of it, `last` this lane's slot.
-  __device__ void copy_tails(const WideQueries<kDim>& queries, int count, int last_left, int last, int column,
-                             uint32_t offset, const char* k, const char* v) {
+  __device__ void copy_tails(const WideQueries<kDim>& queries, int count, int last_left, int last, Place k_at, Place v_at,
+                             const char* k, const char* v) {
     const int tiles = count * tail_tiles(queries, count), own = own_row();
     const auto left_of = [&](int member, int round) { return queries.tail_tokens[member] - round * kTokens; };
     const auto slot_of = [&](int member, int round) {
@@ -122,34 +132,44 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
       const int left = left_of(member, round), ahead = slot;
       if (++member == count) member = 0, ++round;
       if (tile + 1 < tiles) slot = slot_of(member, round);
-      if (tile < tiles) copy_rows<false>(left, column, offset, k, p_.k_slot, ahead);
-      copy_rows<true>(last_left, column, offset, v, p_.v_slot, last);
+      if (tile < tiles) copy_rows<false>(left, k_at, k, p_.k_slot, ahead);
+      copy_rows<true>(last_left, v_at, v, p_.v_slot, last);
       last_left = left, last = ahead;
     }
   }
 
+  // Which of the rows of V that are copied at a time is this thread's.
+  static __device__ int turn() { return kVRowsAtATime == 1 ? 0 : int(thread() % kRowThreads / kVRowThreads); }
+  // The first row of a tile of K or V that this thread copies.
+  template <bool kIsV>
+  static __device__ int first_row() {
+    return int(thread() / kRowThreads) + (kIsV ? turn() * kStride : 0);
+  }
+
   // Fills one stage with a tile, from whose first token on `left` are left. All lanes of the warp have to call it.
   template <bool kIsV>
-  __device__ void copy_rows(int left, int column, uint32_t offset, const char* pool, uint32_t stride, int slot) {
+  __device__ void copy_rows(int left, Place at, const char* pool, uint32_t stride, int slot) {
     auto& cursor = kIsV ? v_ : k_;
     cursor.wait_empty();
-    const int tokens = left - int(thread() / kRowThreads);  // from this thread's first row on
+    const int tokens = left - first_row<kIsV>();  // from this thread's first row on
     const bool full = left >= kTokens;
     const uint32_t to = shared_address(memory_.ring) + cursor.stage() * kStageBytes<kDim>;
-    constexpr int kRowCopies = (kIsV ? kVDim : kDim) * int(sizeof(T)) / kCopyBytes;
-    const int lane = Rows::slot_lane();
-    if (kRowCopies == kRowThreads && full) {
+    constexpr int kRowCopies = (kIsV ? kVDim : kDim) * int(sizeof(T)) / kCopyBytes, kAtATime = kIsV ? kVRowsAtATime : 1;
+    const int lane = Rows::slot_lane() + (kIsV ? turn() : 0);
+    if (full) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
-        copy16(to + next_row(offset, i * kStride), pool + uint64_t(uint32_t(__shfl_sync(~0u, slot, lane + i))) * stride);
+      for (int i = 0; i < kRows; i += kAtATime) {
+        const uint32_t place = to + next_row(at.offset, i * kStride), row = __shfl_sync(~0u, slot, lane + i);
+        if (at.column < kRowCopies) copy16(place, pool + uint64_t(row) * stride);
+      }
     } else {
 #pragma unroll 1
-      for (int i = 0; i < kRows; ++i) {
+      for (int i = 0; i < kRows; i += kAtATime) {
         const bool valid = i * kStride < tokens;
         const uint32_t row = __shfl_sync(~0u, slot, lane + i);  // 0 behind the end
         // Behind the end V must be zero, as weights are there: memory may hold NaN. Scores of K are masked.
-        if (column < kRowCopies && (kIsV || valid))
-          copy16_or_zero(to + next_row(offset, i * kStride), pool + uint64_t(row) * stride, valid);
+        if (int(at.column) < kRowCopies && (kIsV || valid))
+          copy16_or_zero(to + next_row(at.offset, i * kStride), pool + uint64_t(row) * stride, valid);
       }
     }
     arrive_after_copies(cursor.full_barrier());

@@ -33,8 +33,10 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
   static constexpr bool kPairs = kTwoSteps && kChunkTokens == kStepTokens;
   static constexpr int kSlotsAhead = kPairs ? 2 : 1;  // chunks whose slots are in flight
   static constexpr int kRowCopies = kDim * Kv::kBytes / kCopyBytes, kRowThreads = row_threads(kDim * Kv::kBytes);
-  static constexpr int kVRowCopies = kVDim * Kv::kBytes / kCopyBytes;   // made by the first of K's threads
-  static constexpr int kRows = kChunkTokens * kRowThreads / kWarpSize;  // rows that a lane copies, consecutive ones
+  static constexpr int kVRowCopies = kVDim * Kv::kBytes / kCopyBytes, kVRowThreads = row_threads(kVDim * Kv::kBytes);
+  // Rows of K and V that a lane copies, consecutive ones.
+  static constexpr int kRows = kChunkTokens * kRowThreads / kWarpSize, kVRows = kChunkTokens * kVRowThreads / kWarpSize;
+  static constexpr bool kSameRows = kRows == kVRows;
 
   // A chunk to copy: the slot of this lane's token, the KV head, and the tokens; negative if there is none.
   struct Chunk {
@@ -65,16 +67,25 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
     const Chunk chunk = ahead_[0];
     if (chunk.tokens >= 0) {
       const unsigned lane = lane_id(), column = lane % kRowThreads, first = lane / kRowThreads * kRows;
+      const unsigned v_column = lane % kVRowThreads, v_first = lane / kVRowThreads * kVRows;
       const char* k = fresh(static_cast<const char*>(p_.k) + chunk.head * p_.k_head + column * 16);
-      const char* v = fresh(static_cast<const char*>(p_.v) + chunk.head * p_.v_head + column * 16);
+      const char* v = fresh(static_cast<const char*>(p_.v) + chunk.head * p_.v_head + v_column * 16);
       const uint32_t to = shared_address(stage(warp_id(), number)) + panel_offset(first, column, S::kPanel);
-      if (kRowCopies == kRowThreads && kVRowCopies == kRowThreads && chunk.tokens == kChunkTokens) {
+      const uint32_t v_to =
+          kSameRows ? to : shared_address(stage(warp_id(), number)) + panel_offset(v_first, v_column, S::kPanel);
+      const auto slot_of_v = [&](int i, uint32_t slot) {
+        return kSameRows ? slot : __shfl_sync(~0u, chunk.slot, v_first + i);
+      };
+      const bool in_k = column < kRowCopies, in_v = v_column < kVRowCopies;
+      if (chunk.tokens == kChunkTokens) {
         const auto copy_rows = [&](auto... policy) {
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = next_row(to, i);
-            copy16(place, k + uint64_t(slot) * p_.k_slot, policy...);
-            copy16(place + S::kTile, v + uint64_t(slot) * p_.v_slot, policy...);
+            const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i);
+            if (in_k) copy16(next_row(to, i), k + uint64_t(slot) * p_.k_slot, policy...);
+            if (i >= kVRows) continue;
+            const uint32_t v_slot = slot_of_v(i, slot);
+            if (in_v) copy16(next_row(v_to, i) + S::kTile, v + uint64_t(v_slot) * p_.v_slot, policy...);
           }
         };
         // Without a cache policy where none is needed: even the default one takes time. Drafts' tiles of 16 rows never have
@@ -85,14 +96,15 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
         else
           copy_rows();
       } else {
-        const bool in_k = column < kRowCopies, in_v = column < kVRowCopies;
 #pragma unroll 1
         for (int i = 0; i < kRows; ++i) {
           const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = next_row(to, i);
-          const bool valid = first + i < chunk.tokens;
+          const bool valid = first + i < chunk.tokens, v_valid = kSameRows ? valid : v_first + i < chunk.tokens;
           // Behind the end V must be zero, as weights are there: memory may hold NaN. Scores of K are masked.
           if (in_k && valid) copy16(place, k + uint64_t(slot) * p_.k_slot);
-          if (in_v) copy16_or_zero(place + S::kTile, v + (valid ? uint64_t(slot) * p_.v_slot : 0), valid);
+          if (i >= kVRows) continue;
+          const uint32_t v_slot = slot_of_v(i, slot), v_place = kSameRows ? place : next_row(v_to, i);
+          if (in_v) copy16_or_zero(v_place + S::kTile, v + (v_valid ? uint64_t(v_slot) * p_.v_slot : 0), v_valid);
         }
       }
       number = next_stage(number);
