@@ -9,14 +9,14 @@ import sys
 
 import msgspec
 
-from sglang_pat.cli.tile_prices import PRICED
+from sglang_pat.cli.tile_prices import PRICED, spec_of
 from sglang_pat.cli.tune import written
 from sglang_pat.packing import FORMATS, devices
 from sglang_pat.packing.devices import GpuTable, Price
-from sglang_pat.packing.spec import KVFormat
 
 DERIVED = {
     "a100.json": ("h200.json", "NVIDIA A100 SXM 80GB", 108, 1.88, 1.41, "; KV of 8 bits is converted by other warps where there is no wgmma"),
+    "h100-192.json": ("h200-192.json", "NVIDIA H100 80GB HBM3", 132, 3.08, 1.98, ""),
     "h100-256.json": ("h200-256.json", "NVIDIA H100 80GB HBM3", 132, 3.08, 1.98, ""),
 }  # fmt: skip
 """From which, name, SMs, TB/s of memory, clock in GHz, and what else is to be said, by file. NVIDIA A100 and H100 Tensor Core GPU data sheets; of the nominal bandwidth
@@ -31,8 +31,9 @@ def derived(name: str) -> GpuTable:
     known = devices.load(devices.TABLES / source)
     slower = H200_CLOCK_GHZ / clock_ghz
 
-    def prices(form: KVFormat) -> tuple[Price, ...]:
-        bytes_of_token = 2 * known.head_dim * form.bytes_with_scales(known.head_dim, known.head_dim)
+    def prices(kv: str) -> tuple[Price, ...]:
+        form, spec = FORMATS[kv], spec_of(known.head_dim, kv)
+        bytes_of_token = (spec.head_dim + spec.v_head_dim) * form.bytes_with_scales(spec.head_dim, spec.v_head_dim)
         reading_ns = bytes_of_token / (read_tbps * 1e3 / sms)
         return tuple(
             msgspec.structs.replace(
@@ -43,7 +44,7 @@ def derived(name: str) -> GpuTable:
             for price in known.prices_of(form.bits)
         )
 
-    of_16bit, of_8bit, of_4bit, of_2bit = (prices(FORMATS[name]) for name in PRICED)
+    of_16bit, of_8bit, of_4bit, of_2bit = map(prices, PRICED)
     return GpuTable(
         gpu, sms, read_tbps, known.head_dim, of_16bit, f"derived from the table of {known.gpu} by tests/derived_table.py; not measured{remark}",
         known.bin_ns, known.wave_ns, of_8bit, of_4bit, of_2bit, turn_in_plans_ns=known.turn_in_plans_ns,

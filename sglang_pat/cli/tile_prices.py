@@ -52,9 +52,10 @@ def synthetic(m: int, items: int, tokens: int, workers: int) -> Plan:
 
 
 def spec_of(head_dim: int, kv: str) -> AttentionSpec:
-    """What is measured for a head dimension: that of latents (MLA) stands for them."""
-    v_dim = dict(capabilities.LATENT_DIMS).get(head_dim)
-    return AttentionSpec(GROUP, 1, head_dim, v_dim or head_dim, FORMATS[kv], latent=v_dim is not None)
+    """What is measured for a head dimension: that of latents (MLA) stands for them, and that of K wider than V for both."""
+    latent = dict(capabilities.LATENT_DIMS).get(head_dim)
+    v_dim = latent or dict(capabilities.UNEQUAL_HEAD_DIMS).get(head_dim, head_dim)
+    return AttentionSpec(GROUP, 1, head_dim, v_dim, FORMATS[kv], latent=latent is not None)
 
 
 def fitted(spec: AttentionSpec, m: int) -> Price:
@@ -102,15 +103,11 @@ class Bench:
         from sglang_pat.kernels import low_bit
         from sglang_pat.kernels.arguments import KvView
 
-        torch, dim = self.torch, self.spec.head_dim
+        torch, dim, v_dim = self.torch, self.spec.head_dim, self.spec.v_head_dim
         if not self.spec.kv.is_low_bit:
             kept = getattr(torch, self.spec.kv.name)
             k = torch.randn(kv_tokens, 1, dim, device=self.device).to(kept)
-            v = (
-                k[..., : self.spec.v_head_dim]
-                if self.spec.latent
-                else torch.randn_like(k, dtype=torch.float32).to(kept)
-            )
+            v = k[..., :v_dim] if self.spec.latent else torch.randn(kv_tokens, 1, v_dim, device=self.device).to(kept)
             return KvView(k, v), torch.randperm(kv_tokens, device=self.device, dtype=torch.int32)[None]
         size = LOW_BIT_PAGE
         # Nothing is in tails: items are whole pages.
