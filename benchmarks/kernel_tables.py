@@ -106,11 +106,12 @@ def deterministic() -> str:
 
 
 def kernels_dim256() -> str:
-    """Heads of 256 dimensions: how all cases of a kind do."""
+    """Heads of more than 128 dimensions: how all cases of a kind do."""
     result = load("kernels-dim256-h200.json")
     kinds: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for record in result["records"]:
-        kinds.setdefault((record["kv"], record["heads"], record["tokens"]), []).append(record)
+        dims = "256" if record["dim"] == record["v_dim"] else f"{record['dim']}/{record['v_dim']}"
+        kinds.setdefault((record["kv"], f"{record['heads']} of {dims}", record["tokens"]), []).append(record)
     rows = []
     for (kv, heads, tokens), records in sorted(kinds.items(), key=lambda kind: kind[0][0] != "bfloat16"):
         cells = []
