@@ -104,10 +104,17 @@ CHANGES: dict[str, emulated.Change] = {
     "tails of 8 bits: the second one is where the first one is": ("kv/plain_convert.cuh", "second ? item.second_tail : item.slots + item.tokens", "item.slots + item.tokens"),
     "tails of 8 bits: the second one is as long as the first one": ("kv/plain_convert.cuh", "item.tail_tokens[second]", "item.tail_tokens[0]"),
     "tails of 8 bits: they are not looked up": ("assign.cuh", "if (item.tails && item.phase == kWide) look_up_tails(item, end);", ""),
-    "unequal, narrow: V is copied as if it were as wide as K": ("kv/plain_load.cuh", "column < kVRowCopies", "column < kRowCopies"),
-    "unequal, ring: V is copied as if it were as wide as K": (
-        "kv/plain_copy.cuh", "column < kRowCopies", "column < kDim * int(sizeof(T)) / kCopyBytes",
+    "unequal, narrow: V is copied as if it were as wide as K": (
+        "kv/plain_load.cuh", "lane % kVRowThreads", "lane % kRowThreads", "v_column < kVRowCopies", "v_column < kRowCopies",
     ),
+    "unequal, narrow: V is copied from where K of another row is": (
+        "kv/plain_load.cuh", "__shfl_sync(~0u, chunk.slot, v_first + i)", "__shfl_sync(~0u, chunk.slot, first + i)",
+    ),
+    "unequal, ring: V is copied as if it were as wide as K": (
+        "kv/plain_copy.cuh", "column % kVRowThreads", "column", "at.column < kRowCopies", "at.column < kDim * int(sizeof(T)) / kCopyBytes",
+    ),
+    "unequal, ring: V is copied from where K of another row is": ("kv/plain_copy.cuh", "(kIsV ? turn() : 0)", "0"),
+    "unequal, ring: V is not zero behind its end": ("kv/plain_copy.cuh", "left - first_row<kIsV>()", "left - first_row<false>()"),
     "unequal, 8 bits: V is loaded as if it were as wide as K": ("kv/plain_direct.cuh", "kVChunks == kChunks || panel < kVChunks || !is_v_", "true"),
     "unequal 8 bits by mma: V is copied as if it were as wide as K": ("kv/plain_convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
     "direct: a stage is filled while it is in use": ("kv/plain_direct.cuh", "ring_.wait_empty();", ""),
