@@ -104,7 +104,10 @@ def behind() -> str:
         if "," not in cell
     ]
     steps = f"Decode steps that share nothing: {min(ratios):.2f} to {max(ratios):.2f} times the speed of the best other backend."
-    return "\n".join(f"- {line}" for line in [steps, *kernel_tables.drafts_behind(), kernel_tables.fp8_behind()])
+    return "\n".join(
+        f"- {line}"
+        for line in [steps, kernel_tables.larger_behind(), *kernel_tables.drafts_behind(), kernel_tables.fp8_behind()]
+    )
 
 
 def steps_h100() -> str:

@@ -137,9 +137,11 @@ def piece_of(runner: ModelRunner, specs: Iterable[AttentionSpec]) -> int:
     piece = LEAST_PIECE
     while requests * -(-context // piece) > most and piece < context:
         piece *= 2
-    logger.info(
+    logger.log(
+        logging.INFO if piece == LEAST_PIECE else logging.WARNING,
         "sglang-pat: deterministic: requests are cut into pieces of %d tokens, which %d requests of %d tokens leave room for%s",
-        piece, requests, context, "" if piece == LEAST_PIECE else "; with fewer, or with less context, small batches are faster",
+        piece, requests, context,
+        "" if piece == LEAST_PIECE else ": shorter prefixes are not shared; --max-running-requests and --context-length make pieces shorter",
     )  # fmt: skip
     return piece
 

@@ -307,7 +307,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "test_deterministic.py::test_an_extend_in_rounds_has_the_bits_of_decode_steps", "test_pieces.py::test_windows_in_a_pool_of_their_own",
                "test_deterministic.py::test_answers_do_not_depend_on_the_batch",
                note="packed; prefill is planned too, without CUDA graphs, so that recomputed tokens have the bits of decoded ones; [what was "
-               "run on a GPU](rollouts.md); of hybrid models attention only; a KV pool for windows was run on no GPU in this mode"),
+               "run on a GPU](rollouts.md); of hybrid models attention only"),
         _refused("deterministic inference on a CPU", "`--enable-deterministic-inference`", _on_cpu(_set("enable_deterministic_inference")),
                  "leave it out, as SGLang's operators there depend on the batch"),
         _refused("deterministic inference with a second backend",
