@@ -164,6 +164,10 @@ CHANGES: dict[str, emulated.Change] = {
     ),
     "latents: the first group that has read weights frees them": ("kv/latent_ring.cuh", "i % kPieces == kRope ? kLatentWarpgroups : 1", "1"),
     "latents: sources are read before all are there": ("kv/latent_ring.cuh", "sync_threads(kProducerBarrier, kThreads);", ""),
+    "latents: an item begins with the first row of its first query": ("kv/latent_ring.cuh", "first_row_of(item) + row", "row"),
+    "latents: parts are merged for rows that they do not have": ("merge.cuh", "part_rows != nullptr", "false"),
+    "latents: parts are merged for rows behind theirs": ("merge.cuh", "row >= rows >> kPartEndShift", "false"),
+    "latents: rows of the second set of heads are not counted from its first": ("merge.cuh", "(head + j) % p.group", "head + j"),
     "latents of 8 bits: a stage is filled while it is in use": ("kv/latent_ring.cuh", "ring_.wait_empty();", ""),
     "latents of 8 bits: Q is converted before it is there": ("kv/latent_ring.cuh", "wait_copies<0>();", ""),
     "latents by mma: a tile is loaded where another one is multiplied": ("kv/latent_mma.cuh", "wait_copies<0>();\n      __syncthreads();", "wait_copies<0>();"),
@@ -338,8 +342,10 @@ def fault_of_latents(change: emulated.Change | None, dtype: torch.dtype = torch.
     # So many tiles that the barriers end otherwise than they began.
     several = Batch([70] * 35 + [3] * 105)
     batches = [(20, growing), (8, growing), (20, shared), (8, Batch([64, 1, 65, 200, 128, 3, 129, 40])), (8, several)]
-    for number, (rows, batch) in enumerate(batches):
+    straddling = [(40, shared), (80, shared)] if tiles.query_tiles[-1] == 64 else []
+    for number, (rows, batch) in enumerate(batches + straddling):
         case = of_latents(Case(batch, rows, 1, *capabilities.LATENT_DIMS[1], dtype))
+        case.dear_tokens = (rows, batch) in straddling
         if batch is growing:
             slots = case.table[case.rows].long()
             grown = case.k[slots].float() * torch.linspace(0.01, 6, slots.shape[1])[:, None, None]

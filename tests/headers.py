@@ -22,7 +22,8 @@ def headers() -> dict[Path, str]:
     """The text of each file."""
     return {
         CSRC / "packing" / "layout.h": _file(
-            _constants("int32_t", {"kOpen": OPEN, "kDirect": layout.DIRECT}),
+            _constants("int32_t", {"kOpen": OPEN, "kDirect": layout.DIRECT, "kAllRows": layout.ALL_ROWS}),
+            _named("int", layout, "FIRST_ROW_SHIFT PART_END_SHIFT"),
             _enum("Header", layout.HEADER, "kHeaderSize"),
             _enum("Column", layout.COLUMNS, "kItemSize"),
         ),

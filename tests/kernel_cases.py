@@ -98,6 +98,9 @@ class Case:
         self.spec = AttentionSpec(heads, kv_heads, dim, v_dim, kv_format(dtype), window, sinks)
         self.scale = dim**-0.5
 
+    dear_tokens = False
+    """Whether a token costs so much that packing pays for short prefixes of few queries too."""
+
     masks: torch.Tensor | None = None
     """Of drafts."""
 
@@ -148,7 +151,10 @@ class Case:
 
     def config(self, tiles: TileTable, workers: int, policy: str) -> PackConfig:
         config = PackConfig.of(self.spec, tiles, workers, policy)
-        return config if self.splits_heads else msgspec.structs.replace(config, cost=self.spec.cost())
+        cost = config.cost if self.splits_heads else self.spec.cost()
+        return msgspec.structs.replace(
+            config, cost=msgspec.structs.replace(cost, flop_per_byte=1) if self.dear_tokens else cost
+        )
 
     def plan(self, tiles: TileTable, workers: int = 132, policy: str = "optimal") -> torch.Tensor:
         plan = flatten(make_plan(self.batch, self.config(tiles, workers, policy)))

@@ -52,6 +52,10 @@ def _shipped() -> list[cuda.Variant]:
             cuda.Variant.of(msgspec.structs.replace(spec_of(dtype, 128, 128), **change), "9.0a", limits=limits)
         )
     variants.append(cuda.Variant.of(spec_of(bf16, 128, 128), "9.0a", alike=True))
+    variants += [
+        cuda.Variant.of(AttentionSpec(heads, 1, *capabilities.LATENT_DIMS[0], FORMATS["bfloat16"], latent=True), "9.0a")
+        for heads in (16, 40)
+    ]
     pages = [("int4", 128, "9.0a"), ("int2", 128, "9.0a"), ("int4", 128, "8.0")]
     return variants + [cuda.Variant.of(AttentionSpec(1, 1, dim, dim, FORMATS[form]), arch) for form, dim, arch in pages]
 

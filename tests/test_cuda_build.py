@@ -290,6 +290,8 @@ def test_pages_of_few_bits_compile_without_spills(form: str, dim: int, arch: str
         compiled_slowly("9.0a", 0, "float16", {"query_tokens": 4}),
         ("9.0a", 0, "float8_e4m3fn", {"query_tokens": 4}),
         compiled_slowly("9.0a", 1, "float8_e5m2", {"sinks": True, "capped": True}),
+        ("9.0a", 0, "bfloat16", {"heads": 20, "query_tokens": 2}),
+        compiled_slowly("10.0", 0, "float8_e4m3fn", {"heads": 48}),
         ("8.0", 0, "bfloat16", {"query_tokens": 4}),
         ("8.0", 0, "float8_e4m3fn", {}),
         ("8.9", 0, "float8_e4m3fn", {"query_tokens": 4}),

@@ -115,10 +115,13 @@ def test_work_items_are_what_executors_expect(extend: Extend, config: PackConfig
     requests, lengths = extend.requests, extend.lengths
     items, data, _ = plan(extend, config)
     assert layout.size(data) == len(data) and layout.sections(data).header["batch"] == len(lengths)
+    most = 1 if config.straddled_rows else config.max_queries
+    assert not layout.sections(data).part_rows.size, "tokens have all of their rows in one work item"
     parts: list[list[int]] = [[] for _ in lengths]
     for item in items:
+        assert not item.rows
         members = {requests[query] for query in item.queries}
-        assert len(item.queries) <= config.max_queries and len(set(item.queries)) == len(item.queries)
+        assert len(item.queries) <= most and len(set(item.queries)) == len(item.queries)
         if item.end == OPEN:
             assert len(members) == 1 and lengths[item.queries[0]] == max(lengths[query] for query in item.queries)
         if len(members) > 1:

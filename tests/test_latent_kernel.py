@@ -60,12 +60,46 @@ def make_case(batch: Batch, rows: int, dims: tuple[int, int], dtype: torch.dtype
 
 
 @each_kind
-@pytest.mark.parametrize("rows", [8, slowly(16), 20, slowly(40), slowly(64), slowly(128)])
+@pytest.mark.parametrize(
+    "rows", [slowly(5), 8, slowly(13), slowly(16), 20, slowly(40), slowly(48), slowly(64), slowly(128)]
+)
 def test_random_trees(rows: int, arch: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
-    """With 40 rows a work item has one query, with 128 half of one: it runs twice."""
+    """With 40 and 48 rows a work item has one query and a part of others, with 128 half of one: it runs twice."""
     case = make_case(random_batch(random.Random(rows), 2, 3, 120), rows, dims, dtype)
+    case.dear_tokens = True
     for policy in ("optimal", "naive") if rows < 64 or ON_GPU else ("optimal",):
         run(case, arch, policy).check_in_any_order(TOLERANCE[case.q.dtype])
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("heads", "tokens"),
+    [(40, 1), slowly(33, 1), slowly(48, 1), slowly(63, 1), slowly(80, 1), (20, 2), slowly(5, 8), slowly(13, 3), slowly(16, 3), slowly(20, 4)],
+)  # fmt: skip
+def test_queries_straddle_work_items(
+    heads: int, tokens: int, arch: str, dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Some rows of a request are in one item and some in the next, which are cut at other positions; with 80 rows, of both sets of 40 that are run."""
+    generator, count = random.Random(heads), 68 if heads == 63 else 12
+    nodes = [Node(0, 130, list(range(count)), [Node(130, 700, list(range(count - 3)))])]
+    batch = Batch([700 + generator.randint(1, 90) for _ in range(count)], nodes)
+    if tokens > 1:
+        case: Case = Drafts(batch, random_trees(generator, batch, tokens), heads, 1, *dims, dtype, device=DEVICE)
+    else:
+        case = Case(batch, heads, 1, *dims, dtype, device=DEVICE)
+    of_latents(case).dear_tokens = True
+    made = run(case, arch, workers=40)
+    items = layout.work_items(made.plan.cpu().numpy())
+    if TileTable(capabilities.latent_query_tiles(arch)).query_tiles[-1] == 64:
+        windows = [item for item in items if item.rows]
+        rows = [rows for item in windows for rows in item.rows]
+        group = heads * tokens // -(-heads * tokens // 64)
+        assert (
+            sum(end - first < group for first, end in rows) > 3 and sum(len(item.queries) == 2 for item in windows) > 1
+        )
+        # One is cut where its neighbour is not.
+        assert {item.end for item in windows} - {130, 700}
+    made.check_in_any_order(TOLERANCE[case.q.dtype], seeds=3)
 
 
 @each_kind

@@ -98,9 +98,26 @@ def test_random_trees_of_drafts(tokens: int, heads: int) -> None:
 
 
 @pytest.mark.once
-def test_the_modules_of_a_model_are_compiled_ahead_without_extends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arch", ["9.0a", "8.9", "10.0"])
+def test_the_modules_of_a_model_are_compiled_ahead_without_extends(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every number of heads, whose rows may straddle work items or not: it depends on --tp-size and on drafts."""
     (tmp_path / "config.json").write_text(json.dumps(deepseek.CONFIG | deepseek.OF_GPUS | {"torch_dtype": "bfloat16"}))
-    assert build.variants(str(tmp_path), "9.0a") == cuda.variants(LATENTS, "9.0a", dtype=torch.bfloat16)
+    built: list[cuda.Variant] = []
+    monkeypatch.setattr(cuda, "build", built.extend)
+    for flags, lengths in ([], (1,)), (["--drafts"], (1, 2, 3, 4)):
+        built.clear()
+        build.main(["--model", str(tmp_path), "--arch", arch, *flags])
+        specs = [
+            msgspec.structs.replace(LATENTS, heads=heads, query_tokens=tokens)
+            for heads in (1, 4, 5, 8, 10, 16, 20, 32, 40, 64, 128)
+            for tokens in lengths
+        ]
+        assert set(built) == {one for spec in specs for one in cuda.variants(spec, arch, dtype=torch.bfloat16)}
+        assert {(one.masks, one.straddles) for one in built} == {
+            (length > 1, straddles) for length in lengths for straddles in (False, True)
+        }
 
 
 # A model's layers and its pool.

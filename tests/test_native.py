@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from natives import next_batch, set_delays, settle
 from oracle import for_batch, make_packs, make_plan, makespan, pricing
 from oracle.mirror import Mirror
-from trees import PRICED, SMALL, TILES, WARPS, batches, check, configs, random_batch
+from trees import PRICED, SMALL, TILES, WARPS, batches, check, configs, random_batch, straddling
 
 from sglang_pat import jit
 from sglang_pat.packing import (
@@ -141,6 +141,16 @@ def test_plans_of_larger_batches_are_those_of_the_oracle(batch: Batch, config: P
     assert used(scheduler.buffers[index]) == layout.flatten(make_plan(batch, config)).tolist()
 
 
+@given(batches(max_queries=60, max_length=3000), straddling())
+@settings(max_examples=EXAMPLES // 4, deadline=None)
+def test_plans_whose_queries_straddle_work_items_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None:
+    scheduler, seq_lens = load(batch, config)
+    index, _, _ = take(scheduler, seq_lens)
+    data = scheduler.buffers[index]
+    assert used(data) == layout.flatten(make_plan(batch, config)).tolist()
+    assert layout.read(data, scheduler.current()[0]) == make_plan(batch, config)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_without_prices_items_of_single_warps_count_as_many_tokens_as_they_compute(seed: int) -> None:
     """Of prefixes so short that this decides what is packed. The planner's shorter way, for tiles that all cost the same, left it out."""
@@ -222,21 +232,23 @@ def test_others_are_packed_beside_many_nested_prompts(policy: str, slots: int, l
 
 
 def assert_right(items: list[WorkItem], batch: Batch, window: int) -> None:
-    """Every query reads every position that it sees once, and what it reads with others is what it shares with them."""
+    """Every row of a query reads every position that it sees once, and what it reads with others is what it shares with them."""
     paths: list[list[tuple[int, int]]] = [[] for _ in batch.seq_lens]
     for node in tree.walk(batch.roots):
         for query in node.queries:
             paths[query].append((node.end, id(node)))
-    read: list[list[tuple[int, int]]] = [[] for _ in batch.seq_lens]
+    read: list[list[tuple[tuple[int, int], tuple[int, int]]]] = [[] for _ in batch.seq_lens]  # rows and positions
     for item in items:
-        for query in item.queries:
-            read[query].append(item.seen(query, batch.seq_lens))
+        for query, rows in zip(item.queries, item.rows or [(0, 1 << 15)] * len(item.queries), strict=True):
+            read[query].append((rows, item.seen(query, batch.seq_lens)))
             if len(item.queries) > 1:
                 ends = [end for end, node in paths[query] if (end, node) in paths[item.queries[0]]]
                 assert item.end != OPEN and item.end <= max(ends)
     for query, length in enumerate(batch.seq_lens):
-        starts, ends = zip(*sorted(read[query]), strict=True)
-        assert [*starts, length] == [max(0, length - (window or length)), *ends]
+        for row in {0, *(first for (first, _), _ in read[query])}:
+            spans = [span for (first, end), span in read[query] if first <= row < end]
+            starts, ends = zip(*sorted(spans), strict=True)
+            assert [*starts, length] == [max(0, length - (window or length)), *ends]
 
 
 class Pair:
@@ -786,6 +798,7 @@ VALUES = {
     "warp_queries": [0],
     "split_queries": [0],
     "tails_queries": [1],
+    "straddled_rows": [0],
     "policy": [3],
     "window": [0],
     "grain": [8],
@@ -852,6 +865,9 @@ def create(
         ("bin_start_prices", [-1] * 9),
         ("bin_token_prices", [0] * 9),
         ("query_tiles", [32, 16]),
+        ("straddled_rows", [4]),  # as many as a query has
+        ("straddled_rows", [32]),  # of 10 queries then
+        ("straddled_rows", [256]),
     ],
 )
 def test_a_scheduler_with_values_that_cannot_be_is_not_made(name: str, value: list[int]) -> None:

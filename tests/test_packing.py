@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from itertools import pairwise, product
 
 import msgspec
+import numpy as np
 import oracle
 import pytest
 from hypothesis import given, settings
@@ -36,13 +37,14 @@ pytestmark = pytest.mark.once
 MHA = CostModel(heads=32, kv_heads=32, head_dim=128, v_head_dim=128, kv_bytes=2)
 
 
-def covered(plan: Plan, seq_lens: list[int]) -> list[list[int]]:
-    """How often each (query, position) is covered."""
-    counts = [[0] * length for length in seq_lens]
+def covered(plan: Plan, seq_lens: list[int], rows: int) -> list[np.ndarray]:
+    """How often each row of each query is computed at each position, of so many rows of a query."""
+    counts = [np.zeros((rows, length), dtype=np.int8) for length in seq_lens]
     for item in plan.items:
-        for query in item.queries:
-            for position in range(*item.seen(query, seq_lens)):
-                counts[query][position] += 1
+        for query, (first, end) in zip(item.queries, item.rows or [(0, rows)] * len(item.queries), strict=True):
+            assert 0 <= first < end <= rows
+            start, stop = item.seen(query, seq_lens)
+            counts[query][first:end, start:stop] += 1
     return counts
 
 
@@ -68,7 +70,29 @@ def test_every_query_and_position_is_covered_exactly_once(batch: Batch, config: 
     # In the first step that the plan is good for, in the last, and for all of them where only windows move.
     for step in {0, min(plan.steps - 1, 300)}:
         lengths = [length + step for length in batch.seq_lens]
-        assert covered(plan, lengths) == [seen(length, config.window) for length in lengths]
+        for counts, length in zip(covered(plan, lengths, config.cost.group), lengths, strict=True):
+            assert (counts == seen(length, config.window)).all()
+
+
+@pytest.mark.parametrize("rows", [33, 40, 43, 48, 63, 80])
+def test_a_pack_whose_queries_straddle_work_items_takes_as_few_as_its_rows_fill(rows: int) -> None:
+    """Of latents, where a tile has room for one query and a part of another: none of 64 rows is like that. With 80 rows each item is run for two sets of 40."""
+    tiles = TileTable(capabilities.latent_query_tiles("9.0a"))
+    group = rows if rows < 64 else rows // 2
+    spec = AttentionSpec(rows, 1, 576, 512, FORMATS["bfloat16"], latent=True)
+    config = PackConfig.of(spec, tiles, workers=1)
+    assert (config.straddled_rows, config.cost.group) == (64, group)
+    for count in (2, 3, 9, 33, 64, 67):
+        batch = Batch([40_001 + i for i in range(count)], [Node(0, 40_000, list(range(count)))])
+        plan = make_plan(batch, config)
+        for counts, length in zip(covered(plan, batch.seq_lens, group), batch.seq_lens, strict=True):
+            assert (counts == seen(length, 0)).all()
+        items = sum(1 for item in plan.items if (item.start, item.end) == (0, 40_000))
+        fewest = -(-count * group // 64)
+        assert items == (fewest if fewest < count else 0), "packing that saves nothing is not done"
+    for other in (8, 20, 32, 64, 65, 128):
+        assert PackConfig.of(msgspec.structs.replace(spec, heads=other), tiles, workers=1).straddled_rows == 0
+    assert PackConfig.of(msgspec.structs.replace(spec, latent=False), tiles, workers=1).straddled_rows == 0
 
 
 @given(batches(), configs())
@@ -113,7 +137,7 @@ def test_work_items_respect_the_largest_tile(batch: Batch, config: PackConfig) -
     plan = make_plan(batch, config)
     config = for_batch(batch, config)
     for item in plan.items:
-        rows = len(item.queries) * config.cost.group
+        rows = sum(end - first for first, end in item.rows) or len(item.queries) * config.cost.group
         if pricing.runs_in_row_slices(config, len(item.queries), item.m):
             assert item.m == config.tiles.warp_m < rows and len(item.queries) == 1
             continue
@@ -394,7 +418,7 @@ def test_paths_of_ten_thousand_nodes_are_planned() -> None:
         node = node.children[0]
     batch = Batch([10_050, 10_050, 6_000], [root])
     plan = make_plan(batch, PackConfig(MHA, TILES, workers=132))
-    assert all(count == 1 for counts in covered(plan, batch.seq_lens) for count in counts)
+    assert all((counts == 1).all() for counts in covered(plan, batch.seq_lens, 1))
 
 
 def test_long_kv_is_cut_until_every_worker_has_its_share() -> None:

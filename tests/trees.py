@@ -91,7 +91,26 @@ def batches(draw: st.DrawFn, max_queries: int = 24, max_length: int = 80) -> Bat
 
 
 @st.composite
+def straddling(draw: st.DrawFn) -> PackConfig:
+    """Configs with which a query may straddle two work items, also where its heads are computed in sets."""
+    sets, group = draw(st.sampled_from([1, 1, 2])), draw(st.integers(33, 63))
+    tiles = draw(st.sampled_from([TILES, msgspec.structs.replace(PRICED, warp_m=0), SPLIT_WIDE]))
+    cost = CostModel(
+        sets * group, 1, draw(st.sampled_from([8, 576])), 8, 2, flop_per_byte=draw(st.sampled_from([0, 180])),
+        start_price=draw(st.sampled_from([0, 10_000])), head_splits=sets, latent=True,
+    )  # fmt: skip
+    config = PackConfig(
+        cost, tiles, draw(st.sampled_from([1, 2, 132])), draw(st.sampled_from(list(POLICIES))),
+        grain=draw(st.sampled_from([8, 64])), drafts=draw(st.booleans()), straddles=True,
+    )  # fmt: skip
+    assert config.straddled_rows == 64
+    return config
+
+
+@st.composite
 def configs(draw: st.DrawFn) -> PackConfig:
+    if draw(st.sampled_from([False, False, False, True])):
+        return draw(straddling())
     kv_heads = draw(st.sampled_from([1, 2, 8]))
     group = draw(st.sampled_from([1, 3, 4, 16, 32, 65, 200]))
     tiles = draw(

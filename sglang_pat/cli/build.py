@@ -52,12 +52,15 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
         spec = AttentionSpec(1, 1, dim, v_dim, form, sinks=sinks, capped=options.logit_cap, latent=options.latent)
         # With as many query heads of a KV head as a warpgroup has rows, work items may have tails.
         specs = [spec, msgspec.structs.replace(spec, heads=capabilities.WARPGROUP_ROWS)]
+        # With nearly as many rows as a tile of latents has, queries may straddle work items.
+        straddling = [capabilities.latent_query_tiles(arch)[-1] - 1] if spec.latent else []
+        specs += [msgspec.structs.replace(spec, heads=rows) for rows in straddling]
         if options.drafts:
             windows = (0, 1) if options.windows else (0,)
             specs += [
                 msgspec.structs.replace(spec, heads=heads, window=window, query_tokens=2)
                 for window in windows
-                for heads in DRAFT_HEADS
+                for heads in (*DRAFT_HEADS, *(rows // 2 for rows in straddling))
             ]
         for one in specs:
             # Extends of KV in few bits run over a workspace (backend/extends/pages.py), those of latents on a stock backend; those of drafts are the

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from sglang_pat.packing import AttentionSpec, TileTable, devices
+from sglang_pat.packing import AttentionSpec, PackConfig, TileTable, devices
 from sglang_pat.packing.devices import GpuTable
 
 Device = Literal["cpu", "cuda"]
@@ -112,6 +112,11 @@ def packs(spec: AttentionSpec, arch: str) -> bool:
     """Whether work items of an architecture have room for more than one query of this spec. Where they have none, requests wait for products of matrices, not for KV:
     reading latents once for several requests saves nothing then (benchmarks/notes/latents.md, "Beside FA3, FlashInfer and FlashMLA")."""
     return not spec.latent or 2 * spec.query_heads <= latent_query_tiles(arch)[-1]
+
+
+def straddles(spec: AttentionSpec, query_tiles: tuple[int, ...]) -> bool:
+    """Whether queries of this spec may straddle work items in plans with these tiles; kernels run them with modules made for that (`cuda.Variant.straddles`)."""
+    return PackConfig.of(spec, TileTable(query_tiles), workers=1).straddled_rows > 0
 
 
 def latent_spec_problem(spec: AttentionSpec) -> str | None:

@@ -40,6 +40,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         tails: Whether work items may have tails (`capabilities.has_tails`).
         latent: Whether V is the first columns of K.
         alike: Whether a query's result has the same bits in any batch, with plans in pieces (`PackConfig.piece`) of wide tiles.
+        straddles: Whether queries may straddle work items (`capabilities.straddles`).
     """
 
     dtype: torch.dtype
@@ -56,6 +57,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     tails: bool = False
     latent: bool = False
     alike: bool = False
+    straddles: bool = False
 
     @classmethod
     def of(
@@ -106,9 +108,11 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         tails = not (limits or spec.window or spec.latent or alike) and capabilities.has_tails(
             all_tiles, rows, spec.kv.bits, spec.head_dim
         )
+        straddles = not limits and capabilities.straddles(spec, query_tiles or all_tiles)
         bits = spec.kv.bits if low_bit else 0
         return cls(
             dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, bits, spec.capped, tails, spec.latent, alike,
+            straddles,
         )  # fmt: skip
 
     @property
@@ -118,7 +122,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}_v{self.v_head_dim}"
         features = "".join(
             f"_{name}"
-            for name in ("sinks", "masks", "limits", "caps", "tails", "latent", "alike")
+            for name in ("sinks", "masks", "limits", "caps", "tails", "latent", "alike", "straddles")
             if getattr(self, name)
         )
         pages = f"_int{self.bits}" if self.bits else ""
@@ -142,6 +146,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             f"-DPAT_TAILS={int(self.tails)}",
             f"-DPAT_LATENT={int(self.latent)}",
             f"-DPAT_ALIKE={int(self.alike)}",
+            f"-DPAT_STRADDLES={int(self.straddles)}",
         )
 
 

@@ -5,10 +5,13 @@ The array is the header (`HEADER`), then the sections without gaps, so that one 
 - bins [num_bins + 1]: items bins[i] up to bins[i + 1] are run by one worker.
 - items [num_items, len(COLUMNS)], bin after bin. `start` and `end` are bounds (`plan.position`). `query` and `slot` repeat the item's first
   query, because most items have one query only: the kernel then needs no second lookup. `tails` is 1 if each query's tail follows (`plan.WorkItem`), else 0.
+  Above the lowest FIRST_ROW_SHIFT bits of `tile_m` is the first query's first row that the item computes; it goes on to the last row of the last query, or of the tile.
 - queries [num_queries]: the batch positions of all items' queries; `first_query` of an item indexes them.
 - slots [num_queries]: where the part of each of these queries goes: a slot of the workspace, or -1 for a query with a single part, which is
   written directly to the output, unless requests are cut into pieces (`PackConfig.piece`).
 - part_offsets [batch + 1]: the parts of query q are the slots part_offsets[q] up to part_offsets[q + 1].
+  Where queries may straddle items (`PackConfig.straddled_rows`), [num_slots] follow: of each part the first of its query's rows that it has, and
+  above PART_END_SHIFT bits the end of these; ALL_ROWS for all rows.
 """
 
 from __future__ import annotations
@@ -42,9 +45,14 @@ COLUMNS = ("start", "end", "first_query", "item_queries", "tile_m", "query", "sl
 DIRECT = -1
 """The slot of a query with a single part, which is written directly to the output."""
 
+FIRST_ROW_SHIFT, PART_END_SHIFT = 8, 16
+"""No tile of a GPU has 256 rows; no query has 65,536."""
+
+ALL_ROWS = 0x7FFF << PART_END_SHIFT
+
 
 class Sections(msgspec.Struct):
-    """A plan's header and views of its sections."""
+    """A plan's header and views of its sections; `part_rows` is empty where no query may straddle items."""
 
     header: dict[str, int]
     bins: np.ndarray
@@ -52,6 +60,7 @@ class Sections(msgspec.Struct):
     queries: np.ndarray
     slots: np.ndarray
     part_offsets: np.ndarray
+    part_rows: np.ndarray
 
 
 def capacity(config: PackConfig, max_batch: int, context: int = 0) -> int:
@@ -65,7 +74,8 @@ def capacity(config: PackConfig, max_batch: int, context: int = 0) -> int:
     items, queries = 3 * max_batch + 2 * bins, 16 * max_batch + bins * config.max_queries
     if config.piece:
         items = queries = max_batch * -(-context // config.piece)
-    return len(HEADER) + items * len(COLUMNS) + 2 * queries + max_batch + bins + 2
+    lists = 3 if config.straddled_rows else 2
+    return len(HEADER) + items * len(COLUMNS) + lists * queries + max_batch + bins + 2
 
 
 def flatten(plan: Plan, merge_all: bool = False) -> np.ndarray:
@@ -77,19 +87,23 @@ def flatten(plan: Plan, merge_all: bool = False) -> np.ndarray:
     items: list[int] = []
     queries: list[int] = []
     slots: list[int] = []
+    rows = [ALL_ROWS] * (offsets[-1] if plan.straddles else 0)
     for item in plan.items:
         targets = [
             offsets[query] + part if plan.num_parts[query] > least else DIRECT
             for query, part in zip(item.queries, item.parts, strict=True)
         ]
         items += [
-            item.start, item.end, len(queries), len(item.queries), item.m, item.queries[0], targets[0],
+            item.start, item.end, len(queries), len(item.queries),
+            item.m | (item.rows[0][0] << FIRST_ROW_SHIFT if item.rows else 0), item.queries[0], targets[0],
             int(item.tails),
         ]  # fmt: skip
+        for target, (first, end) in zip(targets, item.rows, strict=False):
+            rows[target] = first | end << PART_END_SHIFT
         queries += item.queries
         slots += targets
     counts = [len(plan.items), len(queries), offsets[-1], len(plan.bins) - 1, len(plan.num_parts)]
-    lists = [plan.bins, items, queries, slots, offsets]
+    lists = [plan.bins, items, queries, slots, offsets + rows]
     begins = np.cumsum([len(HEADER), *map(len, lists)]).tolist()
     body = [value for values in lists for value in values]
     return np.array([*counts, *begins, plan.steps, int(plan.narrow_first), *body], dtype=np.int32)
@@ -110,7 +124,8 @@ def sections(data: np.ndarray) -> Sections:
     header = dict(zip(HEADER, data[: len(HEADER)].tolist(), strict=True))
     names = [*HEADER[5:10], "size"]
     views = [data[header[first] : header[second]] for first, second in pairwise(names)]
-    return Sections(header, views[0], views[1].reshape(-1, len(COLUMNS)), *views[2:])
+    offsets, rows = np.split(views[4], [header["batch"] + 1])
+    return Sections(header, views[0], views[1].reshape(-1, len(COLUMNS)), views[2], views[3], offsets, rows)
 
 
 def read(data: np.ndarray, kv_tokens: int) -> Plan:
@@ -128,6 +143,7 @@ def read(data: np.ndarray, kv_tokens: int) -> Plan:
         kv_tokens,
         growing_tails,
         bool(plan.header["narrow_first"]),
+        len(plan.part_rows) > 0,
     )
 
 
@@ -135,9 +151,11 @@ def work_items(data: np.ndarray) -> list[WorkItem]:
     """The work items in an array."""
     plan = sections(data)
     items = []
-    for start, end, first, count, m, _, _, tails in plan.items.tolist():
+    for start, end, first, count, tile, _, _, tails in plan.items.tolist():
         queries = plan.queries[first : first + count].tolist()
         slots = plan.slots[first : first + count].tolist()
         parts = [slot - int(plan.part_offsets[q]) if slot >= 0 else 0 for q, slot in zip(queries, slots, strict=True)]
-        items.append(WorkItem(start, end, queries, parts, m, bool(tails)))
+        found = plan.part_rows[slots].tolist() if len(plan.part_rows) and slots[0] >= 0 else []
+        rows = [(one % (1 << PART_END_SHIFT), one >> PART_END_SHIFT) for one in found if one != ALL_ROWS]
+        items.append(WorkItem(start, end, queries, parts, tile % (1 << FIRST_ROW_SHIFT), bool(tails), rows))
     return items

@@ -29,6 +29,8 @@ class WorkItem(msgspec.Struct):
         m: Rows of the tile that runs it.
         tails: Whether each query's tail follows: its own KV from `end` to the end of its request, which only its own rows read. Then both
             bounds are positions, and a query's rows are those of one warpgroup.
+        rows: For each query which of its rows are computed, as (first, end), where some of its first or last query may be in other work items
+            (`PackConfig.straddled_rows`); empty: all rows of all queries.
     """
 
     start: int
@@ -37,6 +39,7 @@ class WorkItem(msgspec.Struct):
     parts: list[int]
     m: int
     tails: bool = False
+    rows: list[tuple[int, int]] = []
 
     def span(self, seq_lens: list[int]) -> tuple[int, int]:
         """The positions that it reads for all of its queries, in a batch with these lengths."""
@@ -62,6 +65,7 @@ class Plan(msgspec.Struct):
         growing_tails: Tails, whose KV grows by one token per step.
         narrow_first: Whether every second worker runs its narrow work items, those of single warps, before its wide ones. Then some workers read
             while others compute.
+        straddles: Whether there are parts, and some may have only some rows of their query (`PackConfig.straddled_rows`).
     """
 
     items: list[WorkItem]
@@ -71,6 +75,7 @@ class Plan(msgspec.Struct):
     kv_tokens: int
     growing_tails: int
     narrow_first: bool = False
+    straddles: bool = False
 
     @property
     def merged_parts(self) -> int:

@@ -46,6 +46,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         window: `AttentionSpec.planned_window`.
         grain: KV positions between possible cuts.
         drafts: Whether queries are drafts of several tokens.
+        straddles: Whether a query may straddle two work items, for executors that merge parts by row (`straddled_rows`).
         piece: Every request is cut where its positions are multiples of this, and nowhere else, so its work does not depend on the batch; whatever whole
             pieces requests share is packed, by any policy but `query`. A multiple of `grain`, or 0: cut as is best.
     """
@@ -58,6 +59,7 @@ class PackConfig(msgspec.Struct, frozen=True):
     grain: Count = GRAIN
     drafts: bool = False
     piece: Window = 0
+    straddles: bool = False
 
     @classmethod
     def of(
@@ -67,13 +69,14 @@ class PackConfig(msgspec.Struct, frozen=True):
         are KV tiles of latents: half of one takes as long as all of it."""
         cost = spec.cost(tiles.head_splits(spec.query_heads, spec.kv_heads))
         grain = LOW_BIT_PAGE if spec.kv.is_low_bit else KV_TILE if spec.latent else GRAIN
-        return cls(cost, tiles, workers, policy, spec.planned_window, grain, spec.query_tokens > 1, piece)
+        return cls(cost, tiles, workers, policy, spec.planned_window, grain, spec.query_tokens > 1, piece, spec.latent)
 
     @property
     def wide_only(self) -> PackConfig | None:
         """What batches within `wide_limits` are planned with; None if it is the same."""
         tiles = self.tiles.without_warps()
-        return msgspec.structs.replace(self, tiles=tiles) if tiles != self.tiles else None
+        straddles = self.straddled_rows > 0
+        return msgspec.structs.replace(self, tiles=tiles, straddles=straddles) if tiles != self.tiles else None
 
     @property
     def for_bins(self) -> PackConfig:
@@ -103,8 +106,18 @@ class PackConfig(msgspec.Struct, frozen=True):
 
     @property
     def max_queries(self) -> int:
-        """How many queries a work item may have."""
+        """How many queries a work item may have, those counted of which it has some rows only."""
+        if self.straddled_rows:
+            return 2 + (self.straddled_rows - 2) // self.cost.group
         return self.tiles.max_queries(self.cost.group)
+
+    @property
+    def straddled_rows(self) -> int:
+        """At so many rows, those of the largest tile, the rows of a pack are cut into work items, wherever its queries end; 0: at whole queries. So it is
+        where the tile has room for one query, but not for a second one, and is the same for one query and for several."""
+        cost, m = self.cost, self.tiles.query_tiles[-1]
+        may = self.straddles and not self.piece and not self.tiles.warp_m and cost.heads == cost.group * cost.runs
+        return m if may and cost.group < m < 2 * cost.group and self.tiles.query_tile(cost.group) == m else 0
 
     @property
     def tails_queries(self) -> int:
@@ -164,7 +177,7 @@ class PackConfig(msgspec.Struct, frozen=True):
     def token_price(self, queries: int) -> int:
         """Price per token of a work item with `queries` queries: the token's bytes, or the computation if that takes longer."""
         cost = self.cost
-        rows = queries * cost.group
+        rows = min(queries * cost.group, self.straddled_rows or ALWAYS)
         m = self.tiles.query_tile(rows)
         tiles = -(-rows // m)
         price = max(cost.token_bytes, self._arithmetic(tiles * m))

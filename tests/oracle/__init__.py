@@ -60,14 +60,16 @@ def make_packs(batch: Batch, config: PackConfig) -> list[Pack]:
 def pack_price(pack: Pack, seq_lens: list[int], config: PackConfig) -> int:
     """The price of reading a pack's KV."""
     queries, tokens = len(pack.queries), kv_length(pack, seq_lens)
-    if pack.tails:
+    if pack.tails or pack.rows:
         return pricing.item_price(config, queries, tokens, False, pack.tail_tokens(seq_lens))
     return pricing.pack_price(config, queries, tokens)
 
 
 def packs_price(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
-    """The price of packs before they are cut."""
-    parts = Counter(query for pack in packs for query in pack.queries)
+    """The price of packs before they are cut. Two parts of a query that has some rows in each have as many bytes as one."""
+    parts = Counter(
+        query for pack in packs for i, query in enumerate(pack.queries) if not pack.rows or pack.rows[i][0] == 0
+    )
     merged = sum(count for count in parts.values() if count > 1)
     reads = sum(pack_price(pack, batch.seq_lens, config) for pack in packs)
     return reads + merged * config.cost.part_bytes
@@ -132,7 +134,8 @@ def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Pl
             parts = [places[query].index(pack.start) if piece else num_parts[query] for query in pack.queries]
             for query in pack.queries:
                 num_parts[query] += 1
-            m = tiles.query_tile(tiles.warp_m if pack.in_row_slices else len(pack.queries) * config.cost.group)
+            rows = sum(end - first for first, end in pack.rows) or len(pack.queries) * config.cost.group
+            m = tiles.query_tile(tiles.warp_m if pack.in_row_slices else rows)
             narrow |= pricing.by_warps(config, len(pack.queries), pack.in_row_slices)
             grows = growing[pack.queries[0]]
             # A full window moves with the end of its request.
@@ -141,7 +144,7 @@ def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Pl
             start = pack.start - back
             if piece and window and 0 < start == seq_lens[pack.queries[0]] - window:
                 start = OPEN - window
-            items.append(WorkItem(start, end, pack.queries, parts, m, pack.tails))
+            items.append(WorkItem(start, end, pack.queries, parts, m, pack.tails, pack.rows))
             length += pack.tail_tokens(seq_lens)
             kv_tokens += length
             longest = max(longest, length)
@@ -160,7 +163,8 @@ def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Pl
         steps = min([steps, *(piece - (length - 1) % piece for length in lengths)])
         steps = min([steps, *(piece - (length - window) % piece for length in lengths if 0 < window < length)])
     first = narrow and narrow_first(packs, seq_lens, config)
-    return Plan(items, bins, num_parts, steps, kv_tokens, sum(growing), first)
+    straddles = config.straddled_rows > 0 and max(num_parts, default=0) > 1
+    return Plan(items, bins, num_parts, steps, kv_tokens, sum(growing), first, straddles)
 
 
 def _places(bins: list[list[Pack]], piece: int) -> dict[int, list[int]]:

@@ -16,13 +16,14 @@ from . import pricing
 
 class Pack(msgspec.Struct):
     """Queries that read KV positions [start, end) together; `end` is None for a query's open tail. `tails` says whether each query then reads its own
-    tail in the same work item (`WorkItem.tails`). In a bin, also whether it is run in slices (`pricing.in_row_slices`)."""
+    tail in the same work item (`WorkItem.tails`); `rows` are as `WorkItem.rows`. In a bin, also whether it is run in slices (`pricing.in_row_slices`)."""
 
     start: int
     end: int | None
     queries: list[int]
     in_row_slices: bool = False
     tails: bool = False
+    rows: list[tuple[int, int]] = []
 
     def tail_tokens(self, seq_lens: list[int]) -> int:
         """Tokens of the tails that follow."""
@@ -33,6 +34,19 @@ class Pack(msgspec.Struct):
         size = len(self.queries)
         bounds = [size * i // pieces for i in range(pieces + 1)]
         return [msgspec.structs.replace(self, queries=self.queries[a:b]) for a, b in pairwise(bounds)]
+
+    def split_rows(self, group: int, most: int) -> list[Pack]:
+        """Packs of `most` of its queries' rows, `group` of each query; the last one of those that are left."""
+        packs = []
+        for begin in range(0, len(self.queries) * group, most):
+            end = min(begin + most, len(self.queries) * group)
+            members = range(begin // group, -(-end // group))
+            rows = [(max(0, begin - i * group), min(group, end - i * group)) for i in members]
+            whole = rows == [(0, group)]
+            packs.append(
+                msgspec.structs.replace(self, queries=[self.queries[i] for i in members], rows=[] if whole else rows)
+            )
+        return packs
 
 
 class Choice(msgspec.Struct):
@@ -121,9 +135,13 @@ def pack_tree(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[
 
 
 def split_queries(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[Pack]:
-    """Split each pack into `pricing.pieces` packs of even size; each is one work item until `balance` cuts it."""
+    """Split each pack into `pricing.pieces` packs of even size; each is one work item until `balance` cuts it. Where queries may straddle work items,
+    those of several are split into packs of as many rows as a tile has."""
     result = []
     for pack in packs:
+        if config.straddled_rows and len(pack.queries) > 1:
+            result += pack.split_rows(config.cost.group, config.straddled_rows)
+            continue
         result += pack.split(1 if pack.tails else pricing.pieces(config, len(pack.queries), kv_length(pack, seq_lens)))
     return result
 

@@ -49,8 +49,9 @@ class _Solver:
         self.best: list[dict[tuple[int, bool], Best]] = [{} for _ in prefixes]
         self.part = float(config.cost.part_bytes)
         # The share of each query in the price of a full work item, per token and once.
-        self.full_token = config.token_price(config.max_queries) / config.max_queries
-        self.full_start = config.start_price(config.max_queries) / config.max_queries
+        rows, most = (config.cost.group, config.straddled_rows) if config.straddled_rows else (1, config.max_queries)
+        self.full_token = config.token_price(config.max_queries) * rows / most
+        self.full_start = config.start_price(config.max_queries) * rows / most
         self.cut_token = 0.0
         heads, workers = config.cost.runs, config.workers
         minimum = kv_minimum(prefixes, batch.seq_lens)

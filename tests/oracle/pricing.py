@@ -83,6 +83,8 @@ def bin_price(config: PackConfig, members: Iterable[tuple[int, int, bool, int]])
 
 def pieces(config: PackConfig, queries: int, tokens: int) -> int:
     """In how many work items a pack is run: as few as the largest tile allows, or more if the pack is short."""
+    if config.straddled_rows:
+        return -(-queries * config.cost.group // config.straddled_rows)
     pieces = -(-queries // config.max_queries)
     size = -(-queries // pieces)
     return -(-queries // config.few_queries) if tokens <= config.short_tokens(size) else pieces

@@ -225,7 +225,7 @@ class Items {
     item.count = uint8_t(row[kItemQueries]);
     item.m = uint8_t(row[kTileM]);
     const int run = task - bin * p_.runs, head = quotient(run, p_.splits), split = run - head * p_.splits;
-    item.kv.head = uint16_t(head);
+    item.kv.head = uint16_t(Variant::kStraddles ? row[kTileM] >> kFirstRowShift : head);
     if constexpr (Variant::kLimits) align(item.kv, item, start);
     item.first_head = uint16_t(head * p_.kv_group + min(split * p_.group, p_.kv_group - p_.group));
     item.phase = uint8_t((ms >> item.m / 8 & 1) != 0 ? phase_of(item.m) : kPhases);

@@ -29,7 +29,8 @@ struct NoTails {};
 constexpr bool kLooksUpTails = Variant::kTails && kHas8BitKv;
 
 // A KV head; with limits, also how many of an item's first tokens nobody sees, as they are in front of all of its windows
-// (`Items::align`). Items of 40 bytes would take two of the ring's stages.
+// (`Items::align`). Items of 40 bytes would take two of the ring's stages; with Variant::kStraddles, where there is
+// one KV head, `first_row_of` is there.
 struct KvHead {
   int16_t head;
 };
@@ -59,6 +60,9 @@ struct Item : std::conditional_t<kLooksUpTails, LookedUpTails, NoTails> {
 __device__ __forceinline__ int query_of(const Params& p, const Item& item, int member) {
   return member == 0 ? item.query : p.section(kQueries)[item.first + member];
 }
+
+// The first of its first query's rows that an item computes.
+__device__ __forceinline__ int first_row_of(const Item& item) { return Variant::kStraddles ? item.kv.head : 0; }
 
 // The query (a `member` of the item) and head of a row of the query tile; member == item.count for rows that only pad.
 struct RowQuery {

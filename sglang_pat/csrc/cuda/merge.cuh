@@ -73,7 +73,10 @@ struct MergeSum {
     const float correction = lse2 == -INFINITY ? 0 : exp2_fast(lse2 - max_lse2);
     weight += correction * other_weight;
 #pragma unroll
-    for (int i = 0; i < kVDim / kWarpSize; ++i) x[i] += correction * other[i];
+    for (int i = 0; i < kVDim / kWarpSize; ++i) {
+      // What a part lacks nobody has written: it may be NaN. No branch, which loads would wait for.
+      x[i] += correction * (Variant::kStraddles && lse2 == -INFINITY ? 0 : other[i]);
+    }
   }
 };
 
@@ -99,12 +102,25 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
   }
   const int32_t* offsets = p.section(kPartOffsets);
   const int first = offsets[query], end = offsets[query + 1];
+  // Which rows each part has, where queries may straddle work items (packing/layout.py).
+  [[maybe_unused]] const int32_t* part_rows = nullptr;
+  if constexpr (Variant::kStraddles) {
+    if (p.plan[kSize] > p.plan[kPartOffsets] + p.plan[kBatch] + 1) part_rows = offsets + p.plan[kBatch] + 1;
+  }
+  [[maybe_unused]] const auto lacks = [&](int32_t rows, int j) {
+    const int row = (head + j) % p.group;
+    return row < (rows & ((1 << kPartEndShift) - 1)) || row >= rows >> kPartEndShift;
+  };
   wait_for_primary();
   if (first == end) return;
 
   MergeSum<kVDim> sums[kRows];
   for (int part = first + share; part < end; part += kShare * kAtOnce) {
     float x[kAtOnce][kRows][Columns::kCount], lse2[kAtOnce][kRows];
+    [[maybe_unused]] int32_t rows[kAtOnce];
+#pragma unroll
+    for (int i = 0; Variant::kStraddles && i < kAtOnce; ++i)
+      rows[i] = part_rows != nullptr ? part_rows[min(part + i * kShare, end - 1)] : kAllRows;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int at = part + i * kShare;
@@ -112,6 +128,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
         lse2[i][j] = at < end ? p.lse2[from + j] : -INFINITY;
+        if constexpr (Variant::kStraddles) lse2[i][j] = lacks(rows[i], j) ? -INFINITY : lse2[i][j];
         Columns::load(x[i][j], p.partial + (from + j) * kVDim);
       }
     }

@@ -228,6 +228,10 @@ class Bins {
       items.resize(shared_packs.size() + single_packs.size() + bins);
       begins.assign(1, 0);
       num_parts = packs.num_parts;
+      // The first rows of such a query are in another pack.
+      for (const auto* all : {shared_packs.packs, single_packs.packs})
+        for (size_t i = 0; config.straddled_rows > 0 && i < all->size(); ++i)
+          if ((*all)[i].first_row > 0) num_parts[packs.queries[(*all)[i].first]] += 1;
     }
     const Prices& prices = config.bin_prices;
     Pack* item = items.data();
@@ -264,7 +268,7 @@ class Bins {
         const Waiting& first = queue->first;
         const auto add_until = [&](int32_t end, bool tails) {
           if constexpr (kKeep) {
-            *item = Pack(queue->start, end, pack.first, pack.count, tails);
+            *item = Pack(queue->start, end, pack.first, pack.count, tails, pack.first_row);
             item++->in_row_slices = first.slices;
           }
         };

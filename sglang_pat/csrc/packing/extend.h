@@ -35,7 +35,7 @@ class ExtendMaker {
     for (size_t i = 0; i < batch.size(); ++i) {
       first_token_[i] = int32_t(lengths_.size());
       for (int32_t j = 1; j <= added[i]; ++j) lengths_.push_back(cached[i] + j);
-      if (added[i] == 0 || added[i] >= config.max_queries || config.policy == Policy::kQuery) sharing_[i] = kNone;
+      if (added[i] == 0 || added[i] >= config.whole_queries() || config.policy == Policy::kQuery) sharing_[i] = kNone;
     }
     prefixes_.take(mirror, sharing_, cached_, config.piece);
     packs_.begin(prefixes_, lengths_.size());
@@ -106,7 +106,7 @@ class ExtendMaker {
 
   // What a request reads alone, by as many of its tokens as fit a tile.
   void add_own(int32_t request, const Config& config) {
-    const int32_t count = added_[request], pieces = int32_t(ceil_div(count, config.max_queries));
+    const int32_t count = added_[request], pieces = int32_t(ceil_div(count, config.whole_queries()));
     for (int32_t i = 0; i < pieces; ++i) {
       const int32_t from = int32_t(int64_t(count) * i / pieces), to = int32_t(int64_t(count) * (i + 1) / pieces);
       const size_t first = packs_.queries.size();
@@ -117,7 +117,7 @@ class ExtendMaker {
   }
 
   void add_packs(int32_t start, int32_t end, int32_t first, const Config& config) {
-    const int32_t count = int32_t(packs_.queries.size()) - first, pieces = int32_t(ceil_div(count, config.max_queries));
+    const int32_t count = int32_t(packs_.queries.size()) - first, pieces = int32_t(ceil_div(count, config.whole_queries()));
     for (int32_t i = 0, from = 0; i < pieces; ++i) {
       const int32_t to = int32_t(int64_t(count) * (i + 1) / pieces);
       // What none of these tokens sees any more may be somebody else's by now.
@@ -142,6 +142,7 @@ class ExtendMaker {
     Config whole = config;
     whole.window = 0;         // positions, as nothing moves
     whole.split_queries = 0;  // packs begin where their first token sees, and were priced as they are
+    whole.straddled_rows = 0;
     const int64_t bins = config.max_bins();
     const int64_t items = int64_t(packs_.shared.size() + packs_.single.size()) + bins;
     const int64_t queries = int64_t(packs_.queries.size()) + bins * config.max_queries;

@@ -7,6 +7,10 @@ namespace pat {
 
 constexpr int32_t kOpen = -1;
 constexpr int32_t kDirect = -1;
+constexpr int32_t kAllRows = 2147418112;
+
+constexpr int kFirstRowShift = 8;
+constexpr int kPartEndShift = 16;
 
 enum Header {
   kNumItems,

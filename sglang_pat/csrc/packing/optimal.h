@@ -27,8 +27,10 @@ class Optimal {
     most_tails_ = most_tails(prefixes, config);
     part_ = double(config.part_bytes);
     start_ = double(config.pack_prices.starts[1]);
-    full_token_ = double(config.pack_prices.tokens[config.max_queries]) / config.max_queries;
-    full_start_ = double(config.pack_prices.starts[config.max_queries]) / config.max_queries;
+    const bool straddles = config.straddled_rows > 0;
+    const int64_t rows = straddles ? config.group : 1, most = straddles ? config.straddled_rows : config.max_queries;
+    full_token_ = double(config.pack_prices.tokens[config.max_queries] * rows) / double(most);
+    full_start_ = double(config.pack_prices.starts[config.max_queries] * rows) / double(most);
     cut_token_ = 0;
     if (config.workers > config.runs) {
       const double share = double(prefixes.kv_minimum * config.runs) / config.workers;

@@ -20,17 +20,28 @@ struct TooLarge : std::length_error {
 };
 
 // KV positions [start, end) of `count` queries, `queries[first]` and following; `end` is kOpen for a tail. With `tails`, each query then reads its
-// own tail in the same work item.
+// own tail in the same work item. Of the first query it may have only the rows from `first_row` on; with `Config::straddled_rows`, of the last one
+// only those up to so many in all.
 struct Pack {
   int32_t start, end;
   int32_t first;
   int16_t count;  // no more than a tile has rows
-  bool tails;
-  bool in_row_slices = false;  // of a work item in a bin: whether it is run in slices
+  bool tails : 1;
+  bool in_row_slices : 1;  // of a work item in a bin: whether it is run in slices
+  uint8_t first_row;
 
   Pack() = default;
-  Pack(int32_t start, int32_t end, int32_t first, int32_t count, bool tails = false)
-      : start(start), end(end), first(first), count(int16_t(count)), tails(tails) {}
+  Pack(int32_t start, int32_t end, int32_t first, int32_t count, bool tails = false, int64_t first_row = 0)
+      : start(start),
+        end(end),
+        first(first),
+        count(int16_t(count)),
+        tails(tails),
+        in_row_slices(false),
+        first_row(uint8_t(first_row)) {}
+
+  // Whether it has all rows of its queries.
+  bool whole() const { return count == 1 && first_row == 0; }
 };
 
 // With 20, planning 1,024 requests took 5 % longer.
@@ -259,6 +270,7 @@ struct Packs {
 
   // Packs that are a work item each until they are cut, as even as can be.
   void split_queries(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
+    if (config.straddled_rows > 0 && count > 1) return split_rows(start, end, first, count, config);
     const int32_t pieces = int32_t(config.pieces(count, end - start));
     const bool computes = count > 1 && config.narrow_first_price > 0;
     int64_t wide = 0;
@@ -272,6 +284,22 @@ struct Packs {
       from = to;
     }
     if (computes) add_computing(wide, end - start, config);
+  }
+
+  // The same of as many rows as a tile has, and one of those that are left.
+  void split_rows(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
+    const int64_t rows = int64_t(count) * config.group, tokens = end - start;
+    int64_t price = 0;
+    for (int64_t row = 0; row < rows; row += config.straddled_rows) {
+      const int64_t query = row / config.group,
+                    queries = ceil_div(std::min(rows, row + config.straddled_rows), config.group) - query;
+      (queries > 1 ? shared : single)
+          .emplace_back(start, end, int32_t(first + query), int32_t(queries), false, row - query * config.group);
+      work += config.item_price(config.bin_prices, queries, tokens, false);
+      price += config.item_price(config.pack_prices, queries, tokens, false);
+    }
+    reads += price;
+    if (config.narrow_first_price > 0) add_computing(price, tokens, config);
   }
 
   void add_computing(int64_t price, int64_t tokens, const Config& config) {

@@ -96,6 +96,7 @@ struct Config {
   int64_t warp_tokens = 1;  // that a single warp computes at a time: a work item of fewer costs as much
   int window = 0;           // tokens that a query sees; 0: all
   int tails_queries = 1;    // that a work item with tails may have; 1: there is none
+  int straddled_rows = 0;   // the rows of a pack are cut into work items at so many; 0: at whole queries
   int64_t grain = 1;        // KV positions between possible cuts
   int32_t piece = 0;        // requests are cut where positions are multiples of it, and nowhere else; 0: as is best
   int64_t kv_tile = 1;      // tokens that a worker computes at a time
@@ -115,6 +116,12 @@ struct Config {
     bin_prices.check(max_queries, " in bins");
     in_range("the number of short_tokens", int64_t(short_tokens.size()), max_queries + 1, max_queries + 1);
     for (int queries = 1; queries <= max_queries; ++queries) in_range("short_tokens", short_tokens[queries], 0, INT32_MAX);
+    if (straddled_rows > 0) {
+      in_range("straddled_rows", straddled_rows, group + 1, UINT8_MAX);
+      in_range("max_queries", max_queries, 2 + (straddled_rows - 2) / group, kMaxTile);
+      if (piece > 0 || tails_queries > 1 || slices_tokens >= 0)
+        throw std::invalid_argument("rows of a pack are cut in no plans in pieces, with tails or slices");
+    }
     if (piece % grain != 0) throw std::invalid_argument("a piece must be a multiple of the positions between cuts");
     in_range("the number of query tiles", int64_t(query_tiles.size()), 1, kMaxTile);
     for (const int tile : query_tiles) in_range("a tile", tile, 1, kMaxTile);
@@ -123,7 +130,7 @@ struct Config {
       return std::count(prices.begin() + 1, prices.end(), prices[1]) == max_queries;
     };
     flat = equal(pack_prices.tokens) && equal(pack_prices.starts) && slices_tokens < 0 &&
-           (warp_tokens == 1 || warp_queries == 0);
+           (warp_tokens == 1 || warp_queries == 0) && straddled_rows == 0;
   }
 
   // Plans batches within the limits with `config`, which is of the same device and model. Throws std::invalid_argument where it cannot be.
@@ -133,6 +140,7 @@ struct Config {
     equal("piece of wide tiles only", config.piece, piece);
     equal("window of wide tiles only", config.window, window);
     equal("group of wide tiles only", config.group, group);
+    equal("straddled_rows of wide tiles only", config.straddled_rows, straddled_rows);
     equal("runs of wide tiles only", config.runs, runs);
     equal("workers of wide tiles only", config.workers, workers);
     equal("token_bytes of wide tiles only", config.token_bytes, token_bytes);
@@ -145,8 +153,11 @@ struct Config {
   }
 
   // m for a work item of so many queries.
-  int query_tile(int64_t queries) const {
-    const auto tile = std::lower_bound(query_tiles.begin(), query_tiles.end(), queries * group);
+  int query_tile(int64_t queries) const { return tile_of_rows(queries * group); }
+
+  // The same of so many rows.
+  int tile_of_rows(int64_t rows) const {
+    const auto tile = std::lower_bound(query_tiles.begin(), query_tiles.end(), rows);
     return tile == query_tiles.end() ? query_tiles.back() : *tile;
   }
 
@@ -175,8 +186,12 @@ struct Config {
     return tokens <= slices_tokens ? price_of(prices, queries, tokens, true) : price_of(prices, queries, tokens, false);
   }
 
+  // How many queries a work item may have where it has whole ones only.
+  int64_t whole_queries() const { return straddled_rows > 0 ? straddled_rows / group : max_queries; }
+
   // In how many work items a pack is run.
   int64_t pieces(int64_t queries, int64_t tokens) const {
+    if (straddled_rows > 0) return ceil_div(queries * group, straddled_rows);
     const int64_t pieces = queries <= max_queries ? 1 : ceil_div(queries, max_queries);
     const int64_t size = pieces == 1 ? queries : ceil_div(queries, pieces);
     return tokens <= short_tokens[size] ? ceil_div(queries, few_queries) : pieces;

@@ -249,7 +249,7 @@ class Scheduler {
       const int64_t before = in_range("a request's tokens", cached[i], 0, kMaxPosition);
       tokens += in_range("a request's new tokens", added[i], 0, kMaxPosition - before);
       in_range("new tokens", tokens, 0, kMaxExtend);
-      reads += ceil_div(added[i], config_.max_queries) * (before + added[i]);
+      reads += ceil_div(added[i], config_.whole_queries()) * (before + added[i]);
       in_range("tokens read", reads, 0, kMaxReads);
       extending_.push_back(mirror_.find_request(keys[i]));
       cached_.push_back(int32_t(before)), added_.push_back(int32_t(added[i]));

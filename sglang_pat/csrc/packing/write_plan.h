@@ -60,11 +60,12 @@ class PlanWriter {
   void emit(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out, int64_t capacity,
             int64_t max_slots, Statistics& statistics, Grows grows) {
     const int32_t batch = int32_t(seq_lens.size());
-    const int64_t num_queries = write_header(batch, out, capacity);
+    const int64_t num_queries = write_header(batch, config, out, capacity);
     statistics.query_sizes.assign(config.max_queries + 1, 0);
     statistics.kv_by_queries.assign(config.max_queries + 1, 0);
     const Tokens read = write_items(packs, seq_lens, config, out, statistics, grows);
     write_slots(batch, num_queries, max_slots, seq_lens, config.piece, out);
+    if (config.straddled_rows > 0) write_rows(config, out);
     std::copy(bins_.begins.begin(), bins_.begins.end(), out + out[kBins]);
     int64_t steps = std::min<int64_t>({kTailGrowth * read.longest - read.longest_tail, bins_.even_steps, INT32_MAX});
     // Each of its queries becomes longer.
@@ -85,11 +86,13 @@ class PlanWriter {
   }
 
   // Counts, and where the sections begin; returns the queries of all work items together.
-  int64_t write_header(int64_t batch, int32_t* out, int64_t capacity) const {
-    int64_t num_queries = 0;
+  int64_t write_header(int64_t batch, const Config& config, int32_t* out, int64_t capacity) const {
+    int64_t num_queries = 0, part_rows = 0;
     for (const Pack& item : bins_.items) num_queries += item.count;
+    for (int64_t query = 0; config.straddled_rows > 0 && query < batch; ++query)
+      part_rows += bins_.num_parts[query] > 1 ? bins_.num_parts[query] : 0;
     const int64_t sizes[] = {int64_t(bins_.begins.size()), int64_t(bins_.items.size()) * kItemSize, num_queries,
-                             num_queries, batch + 1};
+                             num_queries, batch + 1 + part_rows};
     const int64_t size = std::accumulate(std::begin(sizes), std::end(sizes), int64_t(kHeaderSize));
     if (size > std::min<int64_t>(capacity, INT32_MAX))
       throw TooLarge("a plan of " + std::to_string(size) + " ints does not fit its buffer of " + std::to_string(capacity));
@@ -138,6 +141,8 @@ class PlanWriter {
         statistics.kv_by_queries[item.count] += shared;
         together += shared;
       }
+      if (config.straddled_rows > 0)
+        row[kTileM] = config.tile_of_rows(end_row(item, config) - item.first_row) | item.first_row << kFirstRowShift;
       row[kQuery] = queries[first];
       row += kItemSize;
       first += item.count;
@@ -182,6 +187,25 @@ class PlanWriter {
         *place = offsets[*queries + 1] - 1 - (seq_lens[*queries] - 1) / piece + bins_.items[i].start / piece;
     int32_t* row = out + out[kItems];
     for (size_t i = 0; i < bins_.items.size(); ++i, row += kItemSize) row[kSlot] = to[row[kFirstQuery]];
+  }
+
+  // Behind the last of a work item's rows, counted from its first query's first one.
+  static int32_t end_row(const Pack& item, const Config& config) {
+    return std::min<int32_t>(item.first_row + config.straddled_rows, item.count * config.group);
+  }
+
+  // Which rows of its query each part has.
+  void write_rows(const Config& config, int32_t* out) const {
+    const int32_t* slot = out + out[kSlots];
+    int32_t* const rows = out + out[kPartOffsets] + out[kBatch] + 1;
+    for (const Pack& item : bins_.items) {
+      const int32_t end = end_row(item, config);
+      for (int32_t i = 0; i < item.count; ++i, ++slot) {
+        const int32_t before = i * config.group, first = std::max(0, item.first_row - before);
+        if (*slot == kDirect) continue;
+        rows[*slot] = item.whole() ? kAllRows : first | std::min(config.group, end - before) << kPartEndShift;
+      }
+    }
   }
 
   Bins bins_;

@@ -142,7 +142,7 @@ class LatentMmaItem {
   // memory may hold NaN. Latents of 8 bits wait in registers.
   __device__ __forceinline__ void start_load(int at, int left) {
     const char* const from = static_cast<const char*>(p_.k) + uint64_t(uint32_t(slot_)) * p_.k_slot +
-                             item_.kv.head * p_.k_head + load_column() * kCopyBytes;
+                             (Variant::kStraddles ? 0 : item_.kv.head) * p_.k_head + load_column() * kCopyBytes;
     const bool valid = load_row() < left;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {

@@ -171,7 +171,7 @@ template <typename T, typename Rows>
 __device__ __forceinline__ void look_up_latent_row(const Params& p, const Item& item, int row, Rows& to) {
   to.targets[row] = RowTarget::kNone, to.sources[row] = kNoSource;
   if constexpr (Variant::kLimits) to.behind[row] = 0;
-  const RowQuery query(p, item, row);
+  const RowQuery query(p, item, first_row_of(item) + row);
   if (!query.used(item)) return;
   const int position = query_of(p, item, query.member), head = item.first_head + query.head;
   const TokenHead at = p.token_head(position, head);
