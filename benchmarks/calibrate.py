@@ -115,7 +115,7 @@ def of_latents(result: str) -> list[dict[str, Any]]:
     return [
         {**record, "tree": trees.LATENTS[record["tree"]], "heads": str(record["heads"])}
         for record in records
-        if capabilities.packs(latents(record["heads"]), costs.ARCH)
+        if capabilities.holds_several(latents(record["heads"]), costs.ARCH)
     ]  # fmt: skip
 
 

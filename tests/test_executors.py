@@ -55,14 +55,20 @@ def test_unpacked_plans_of_latents_always_fit(heads: int, tokens: int, lengths: 
 
 @pytest.mark.parametrize(
     ("heads", "tokens", "latent", "packs"),
-    [(16, 1, True, True), (16, 2, True, True), (20, 2, True, False), (16, 4, True, False), (128, 3, True, False), (64, 1, False, True)],
+    [
+        (16, 1, True, True), (16, 2, True, True), (20, 2, True, True), (42, 1, True, True), (43, 1, True, False), (16, 3, True, False),
+        (63, 1, True, False), (16, 4, True, False), (20, 4, True, True), (83, 1, True, False), (128, 3, True, False), (64, 1, False, True),
+    ],
 )  # fmt: skip
-def test_latents_of_which_a_tile_holds_one_query_are_not_packed(
+def test_latents_of_which_a_tile_holds_little_more_than_one_query_are_not_packed(
     heads: int, tokens: int, latent: bool, packs: bool
 ) -> None:
     spec = AttentionSpec(heads, 1, 576, 512, FORMATS["bfloat16"], query_tokens=tokens, latent=latent)
     assert policy_of(spec, "9.0a", "optimal") == ("optimal" if packs else "query")
     assert remark(spec, "9.0a", "optimal") == ("" if packs else ", nothing is packed")
+    assert policy_of(msgspec.structs.replace(spec, kv=FORMATS["float8_e4m3fn"]), "9.0a", "optimal") == (
+        "optimal" if packs or heads * tokens in (43, 48) else "query"
+    )
     assert policy_of(spec, "9.0a", "naive") == "naive", "for who wants to time it"
     assert remark(spec, "9.0a", "naive") == remark(spec, "9.0a", "query") == ""
     assert policy_of(spec, "8.9", "optimal") == ("query" if latent else "optimal"), "whose tiles have 16 rows"

@@ -133,9 +133,10 @@ def layers_of(model: Model, kv: KVFormat) -> dict[AttentionSpec, int]:
         EstimateError: There is no kernel for the model, or no measurement of what other backends take.
     """
     for spec in model.layers:
-        if not capabilities.packs(spec, ARCH):
+        if not capabilities.holds_several(spec, ARCH):
+            why = "is not estimated" if capabilities.packs(spec, ARCH) else "packs nothing"
             raise EstimateError(
-                f"MLA with {spec.heads} heads on a GPU packs nothing: estimates are for one GPU, and up to {capabilities.latent_query_tiles(ARCH)[-1] // 2} heads are packed"
+                f"MLA with {spec.heads} heads on a GPU {why}: estimates are for one GPU, and up to {capabilities.latent_query_tiles(ARCH)[-1] // 2} heads"
             )
     layers = {msgspec.structs.replace(spec, kv=kv): count for spec, count in model.layers.items()}
     for refusal in (capabilities.refusal(spec, "cuda") for spec in layers):

@@ -52,6 +52,10 @@ LATENT_TILES = {"9.0a": (8, 16, 32, 64), "8.0": (16, 64), "10.0": (16, 64)}
 """Every m of the kernels for latents, by architecture; (16,) where there is less shared memory. A CTA computes a work item together
 (csrc/cuda/kv/latent.cuh, latent_mma.cuh)."""
 
+STRADDLING_ROWS = {16: 42, 8: 48}
+"""With latents of so many bits, the most rows of a query that are packed where work items have no room for two. Behind shared prefixes packing 40 took 0.77 to 0.89 of the
+time with 16 bits, which is 0.82 to 1.00 of FA3's, to which others are left; packing 48 took 0.86 to 0.99 with 8 (benchmarks/notes/latents.md, "Queries that straddle tiles")."""
+
 NARROW_M = 16
 """The most rows that a single warp computes (`kNarrowM` in csrc/cuda/tiles.h)."""
 
@@ -108,10 +112,19 @@ def tiles_of(spec: AttentionSpec, arch: str) -> tuple[int, ...]:
     return query_tiles(arch, spec.head_dim, spec.kv.bits)
 
 
-def packs(spec: AttentionSpec, arch: str) -> bool:
-    """Whether work items of an architecture have room for more than one query of this spec. Where they have none, requests wait for products of matrices, not for KV:
-    reading latents once for several requests saves nothing then (benchmarks/notes/latents.md, "Beside FA3, FlashInfer and FlashMLA")."""
+def holds_several(spec: AttentionSpec, arch: str) -> bool:
+    """Whether work items of an architecture have room for more than one query of this spec."""
     return not spec.latent or 2 * spec.query_heads <= latent_query_tiles(arch)[-1]
+
+
+def packs(spec: AttentionSpec, arch: str) -> bool:
+    """Whether queries of this spec are packed: work items have room for several, or for one and enough of another (`PackConfig.straddled_rows`). Where a query fills
+    them, requests wait for products of matrices, not for KV: reading latents once for several requests saves nothing then (benchmarks/notes/latents.md, "Beside FA3,
+    FlashInfer and FlashMLA")."""
+    if holds_several(spec, arch):
+        return True
+    config = PackConfig.of(spec, TileTable(latent_query_tiles(arch)), workers=1)
+    return config.straddled_rows == WARPGROUP_ROWS and config.cost.group <= STRADDLING_ROWS[spec.kv.bits]
 
 
 def straddles(spec: AttentionSpec, query_tiles: tuple[int, ...]) -> bool:
