@@ -13,7 +13,8 @@ from natives import settle
 
 from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.planner import Planner
-from sglang_pat.packing import CPU_TILES, OPEN, CostModel, PackConfig, WorkItem, layout
+from sglang_pat.kernels import capabilities
+from sglang_pat.packing import CPU_TILES, FORMATS, OPEN, AttentionSpec, CostModel, PackConfig, WorkItem, layout
 from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge.events import (
     ROOT,
@@ -240,6 +241,38 @@ def test_verify_sees_what_lies_before_a_window(length: int, window: int, hides: 
     else:
         with pytest.raises(AssertionError, match=f"query 0 reads {length} tokens and sees {window}"):
             checked()
+
+
+@pytest.mark.parametrize(("rows", "right"), [
+    ([(0, 24), (24, 40)], True), ([(0, 24), (25, 40)], False), ([(0, 24), (20, 40)], False), ([(8, 24), (24, 40)], False),
+])  # fmt: skip
+def test_verify_counts_rows_of_a_query_that_straddles(rows: list[tuple[int, int]], right: bool) -> None:
+    """Two work items read 60 tokens for some rows each, a third one the rest for all."""
+    slots, row = torch.arange(200, dtype=torch.int32)[None], torch.tensor([0])
+    items = [WorkItem(0, 60, [0], [part], 64, False, [some]) for part, some in enumerate(rows)]
+    items.append(WorkItem(60, OPEN, [0], [2], 64))
+    checked = functools.partial(check_plan, slots, items, row, lambda: torch.tensor([100]), 0)
+    if right:
+        checked()
+    else:
+        with pytest.raises(AssertionError, match=r"query 0 reads (40|160) tokens and sees 100"):
+            checked()
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_verify_accepts_plans_whose_queries_straddle(tokens: int) -> None:
+    spec = AttentionSpec(40 // tokens, 1, 576, 512, FORMATS["bfloat16"], latent=True, query_tokens=tokens)
+    decode = Decode(config=PackConfig.of(spec, capabilities.tile_table_of(spec, "9.0a", "NVIDIA H200"), 132))
+    decode.apply(NodeInserted(2, 1, 4000, b"rest".ljust(16)))
+    requests = 32
+    for request in range(requests):
+        decode.join(request, 4600, bind=False)
+        decode.apply(RequestBound(request, 2, 4600))
+    slots = torch.arange(requests * 5000, dtype=torch.int32).reshape(requests, 5000)
+    slots[:, :4500] = slots[0, :4500]
+    lengths = torch.tensor(list(decode.seq_lens.values()))
+    plan = decode.step(check=lambda items: check_plan(slots, items, torch.arange(requests), lambda: lengths, 0)).numpy()
+    assert any(item.rows for item in layout.work_items(plan)) and decode.planner.counters().fallbacks == 0
 
 
 def test_a_plan_that_contradicts_the_slots_is_not_used(decode: Decode) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -17,7 +18,7 @@ def check_plan(
     window: int,
     hides: bool = False,
 ) -> None:
-    """Raise AssertionError unless each query reads exactly what it sees, once, and the queries of a work item have the same slots.
+    """Raise AssertionError unless each row of a query reads exactly what the query sees, once, and the queries of a work item have the same slots.
 
     Args:
         req_to_token: [requests, context], int32: the slot of each position of each request.
@@ -28,13 +29,17 @@ def check_plan(
         hides: Whether kernels hide from a query what it does not see, so that the plan may have more.
     """
     lengths = seq_lens().tolist()
-    read = [0] * len(lengths)
+    read = [0] * len(lengths)  # by all rows of a query
+    by_rows: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)  # and tokens that rows [first, end) read
     for item in items:
-        for query in item.queries:
+        for i, query in enumerate(item.queries):
             start, end = item.seen(query, lengths)
             if hides:
                 start, end = max(start, lengths[query] - window if window else 0), min(end, lengths[query])
-            read[query] += max(0, end - start)
+            if item.rows:
+                by_rows[query].append((*item.rows[i], max(0, end - start)))
+            else:
+                read[query] += max(0, end - start)
         if len(item.queries) > 1:
             start, end = item.span(lengths)
             slots = req_to_token[rows[item.queries], start:end]
@@ -42,5 +47,10 @@ def check_plan(
                 raise AssertionError(f"queries {item.queries} do not share the KV of [{start}, {end})")
     for query, (tokens, length) in enumerate(zip(read, lengths, strict=True)):
         seen = min(length, window or length)
-        if tokens != seen:
-            raise AssertionError(f"query {query} reads {tokens} tokens and sees {seen}")
+        parts = by_rows[query]
+        # What rows read changes where a part of them begins or ends.
+        last = max((end for _, end, _ in parts), default=1)
+        for row in {0, *(first for first, _, _ in parts), *(end for _, end, _ in parts)} - {last}:
+            of_row = tokens + sum(some for first, end, some in parts if first <= row < end)
+            if of_row != seen:
+                raise AssertionError(f"query {query} reads {of_row} tokens and sees {seen}")

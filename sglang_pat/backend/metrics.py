@@ -33,7 +33,7 @@ GAUGES = {"bound": "Requests that are followed, whether or not they share anythi
 """Gauges that `/metrics` shows as `sglang_pat:<name>`."""
 
 BY_QUERIES = {
-    "query_sizes": ("work_items_by_queries", "Work items by their number of queries; in `/metrics` the number is rounded down to a power of two."),
+    "query_sizes": ("work_items_by_queries", "Work items by their number of queries, those counted too of which they have some rows only; in `/metrics` the number is rounded down to a power of two."),
     "kv_bytes_by_queries": ("kv_bytes_by_queries", "KV bytes read, by how many queries share the read; likewise."),
 }  # fmt: skip
 """Counts in `/server_info` by a number of queries, and what `/metrics` shows as `sglang_pat:<name>_total{queries=…}`."""

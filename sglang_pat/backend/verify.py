@@ -22,9 +22,9 @@ FP8 cache (docs/measured-drafts.md, Verify steps, one H200, 2026-11-27 and 28). 
 
 
 def advice(spec: AttentionSpec) -> str | None:
-    """A warning for GPUs if drafts have more rows per KV head than were measured; None otherwise."""
+    """A warning for GPUs if drafts have more rows per KV head than were measured; None otherwise, and for latents, of which the log says whether they are packed."""
     heads, rows = spec.heads // spec.kv_heads, spec.query_heads // spec.kv_heads
-    if spec.query_tokens == 1 or rows <= FAST_ROWS:
+    if spec.latent or spec.query_tokens == 1 or rows <= FAST_ROWS:
         return None
     fewer = f"drafts of up to {FAST_ROWS // heads} tokens" if heads * 2 <= FAST_ROWS else "no drafts"
     return (

@@ -124,7 +124,7 @@ def packs(spec: AttentionSpec, arch: str) -> bool:
     if holds_several(spec, arch):
         return True
     config = PackConfig.of(spec, TileTable(latent_query_tiles(arch)), workers=1)
-    return config.straddled_rows == WARPGROUP_ROWS and config.cost.group <= STRADDLING_ROWS[spec.kv.bits]
+    return config.straddled_rows == WARPGROUP_ROWS and config.cost.group <= STRADDLING_ROWS.get(spec.kv.bits, 0)
 
 
 def straddles(spec: AttentionSpec, query_tiles: tuple[int, ...]) -> bool:

@@ -116,7 +116,11 @@ class PackConfig(msgspec.Struct, frozen=True):
         """At so many rows, those of the largest tile, the rows of a pack are cut into work items, wherever its queries end; 0: at whole queries. So it is
         where the tile has room for one query, but not for a second one, and is the same for one query and for several."""
         cost, m = self.cost, self.tiles.query_tiles[-1]
-        may = self.straddles and not self.piece and not self.tiles.warp_m and cost.heads == cost.group * cost.runs
+        may = (
+            self.straddles
+            and not (self.piece or self.window or self.tiles.warp_m)
+            and cost.heads == cost.group * cost.runs
+        )
         return m if may and cost.group < m < 2 * cost.group and self.tiles.query_tile(cost.group) == m else 0
 
     @property
@@ -177,7 +181,9 @@ class PackConfig(msgspec.Struct, frozen=True):
     def token_price(self, queries: int) -> int:
         """Price per token of a work item with `queries` queries: the token's bytes, or the computation if that takes longer."""
         cost = self.cost
-        rows = min(queries * cost.group, self.straddled_rows or ALWAYS)
+        rows = queries * cost.group
+        if self.straddled_rows and queries <= self.max_queries:
+            rows = min(rows, self.straddled_rows)
         m = self.tiles.query_tile(rows)
         tiles = -(-rows // m)
         price = max(cost.token_bytes, self._arithmetic(tiles * m))
