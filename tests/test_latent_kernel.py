@@ -59,6 +59,10 @@ def make_case(batch: Batch, rows: int, dims: tuple[int, int], dtype: torch.dtype
     return of_latents(Case(batch, rows, 1, *dims, dtype, device=DEVICE, **options))
 
 
+STRADDLING = [(40, 1), (20, 2), (33, 1), (48, 1), (63, 1), (80, 1), (5, 8), (13, 3), (16, 3), (20, 4)]
+"""Heads and tokens whose queries straddle work items; every kind has the first two."""
+
+
 @each_kind
 @pytest.mark.parametrize(
     "rows", [slowly(5), 8, slowly(13), slowly(16), 20, slowly(40), slowly(48), slowly(64), slowly(128)]
@@ -71,13 +75,17 @@ def test_random_trees(rows: int, arch: str, dims: tuple[int, int], dtype: torch.
         run(case, arch, policy).check_in_any_order(TOLERANCE[case.q.dtype])
 
 
-@each_kind
 @pytest.mark.parametrize(
-    ("heads", "tokens"),
-    [(40, 1), slowly(33, 1), slowly(48, 1), slowly(63, 1), slowly(80, 1), (20, 2), slowly(5, 8), slowly(13, 3), slowly(16, 3), slowly(20, 4)],
-)  # fmt: skip
+    ("arch", "dims", "dtype", "heads", "tokens"),
+    [
+        (*KINDS[0], *STRADDLING[0]),
+        *(slowly(*KINDS[0], *rows) for rows in STRADDLING[1:]),
+        *(slowly(*kind, *rows) for kind in KINDS[1:] for rows in STRADDLING[:2]),
+    ],
+    ids=str,
+)
 def test_queries_straddle_work_items(
-    heads: int, tokens: int, arch: str, dims: tuple[int, int], dtype: torch.dtype
+    arch: str, dims: tuple[int, int], dtype: torch.dtype, heads: int, tokens: int
 ) -> None:
     """Some rows of a request are in one item and some in the next, which are cut at other positions; with 80 rows, of both sets of 40 that are run."""
     generator, count = random.Random(heads), 68 if heads == 63 else 12
