@@ -384,10 +384,10 @@ def test_sglangs_own(
     # Of a prompt's tokens SGLang names the last one of a vocabulary 0, and of an answer's not.
     same = own.TokenIdsAndLogprobs.compare
 
-    def named(tokens: Any) -> Any:
-        return replace(tokens, token_ids=[0 if token == VOCAB - 1 else token for token in tokens.token_ids])
+    def as_a_prompt(answer: Any) -> Any:
+        return replace(answer, token_ids=[0 if token == VOCAB - 1 else token for token in answer.token_ids])
 
-    monkeypatch.setattr(own.TokenIdsAndLogprobs, "compare", lambda answer, prompt: same(named(answer), named(prompt)))
+    monkeypatch.setattr(own.TokenIdsAndLogprobs, "compare", lambda answer, prompt: same(as_a_prompt(answer), prompt))
     host, port = server.url.removeprefix("http://").split(":")
     # Log-probabilities of a prompt's tokens are those of a temperature of 1 or 0.
     arguments = own.BenchArgs(host=host, port=int(port), test_mode=mode, n_trials=10)

@@ -881,7 +881,7 @@ def test_a_scheduler_with_values_that_cannot_be_is_not_made(name: str, value: li
 
 @pytest.mark.parametrize(("name", "value"), [("split_queries", 2), ("query_tiles", 256), ("piece", 64)])
 def test_rows_of_a_pack_are_not_cut_beside_what_knows_whole_queries_only(name: str, value: int) -> None:
-    straddling = VALUES | {"straddled_rows": [7], "tails_queries": [1]}
+    straddling = VALUES | {"straddled_rows": [7]}
     NativeScheduler.load_module().destroy(create(straddling, straddling))
     with pytest.raises(ValueError, match=r"rows of a pack are cut|a tile must be"):
         create(straddling | {name: [value]}, straddling)
