@@ -120,7 +120,8 @@ struct Config {
       in_range("straddled_rows", straddled_rows, group + 1, UINT8_MAX);
       in_range("max_queries", max_queries, 2 + (straddled_rows - 2) / group, kMaxTile);
       if (piece > 0 || tails_queries > 1 || slices_tokens >= 0 || split_queries > 1)
-        throw std::invalid_argument("rows of a pack are cut in no plans in pieces, with tails, slices or packs that are split");
+        throw std::invalid_argument(
+            "rows of a pack are cut in no plans in pieces, with tails, slices or packs that are split");
     }
     if (piece % grain != 0) throw std::invalid_argument("a piece must be a multiple of the positions between cuts");
     in_range("the number of query tiles", int64_t(query_tiles.size()), 1, kMaxTile);
