@@ -994,6 +994,22 @@ def test_totals_are_those_of_the_steps() -> None:
     assert totals.kv_by_queries == {1: unpacked - 2 * 500 * 5, 2: 500 * 5}
 
 
+@pytest.mark.parametrize(
+    ("policy", "prefix", "counted"),
+    [("optimal", 0, (2, 0)), ("optimal", 1, (0, 2)), ("optimal", 500, (0, 0)), ("query", 500, (0, 0))],
+    ids=["nothing is shared", "too little is", "packed", "not asked for"],
+)
+def test_totals_say_why_nothing_was_packed(policy: str, prefix: int, counted: tuple[int, int]) -> None:
+    config = PackConfig(CostModel(32, 8, 128, 128, 2), TILES, 4, policy, grain=1)
+    scheduler, seq_lens = load(Batch([600, 700], [Node(0, prefix, [0, 1])] if prefix else []), config)
+    take(scheduler, seq_lens)
+    totals = scheduler.totals(2)
+    assert (totals.unshared, totals.unpaid) == counted
+    scheduler.fall_back(seq_lens, 2)
+    totals = scheduler.totals(3)
+    assert totals.steps == 5 and (totals.unshared, totals.unpaid) == counted, "a fall-back was not asked to pack"
+
+
 def test_the_policies_are_numbered_as_the_native_scheduler_numbers_them() -> None:
     """Each policy alone makes this plan: a mixed up number would show."""
     batch = Batch(

@@ -16,6 +16,8 @@ COUNTERS = {
     "plans_ahead": "Plans that were ready before their step.",
     "fallbacks": "Steps that ran one query per work item: their plan failed, or failed `SGLANG_PAT_VERIFY`.",
     "too_large": "Steps whose plan did not fit its memory: they packed fewer levels of the tree, or nothing. Prompts of many levels do that.",
+    "unshared": "Steps that packed nothing, as no requests shared KV that they see.",
+    "unpaid": "Steps that packed nothing, as packing what was shared would have cost more.",
     "faults": "How often the cache and its mirror disagreed.",
     "requests": "Requests decoded.",
     "work_items": "Work items run: packs, or pieces of packs that were cut.",

@@ -48,6 +48,8 @@ class Totals(msgspec.Struct):
     Attributes:
         steps: Decode steps.
         requests: Requests decoded.
+        unshared: Steps that packed nothing, as no requests share KV that they see.
+        unpaid: Steps that packed nothing, as packing what is shared would cost more.
         work_items: Work items run.
         query_sizes: How many work items had 1, 2, 3 ... queries.
         kv_by_queries: KV tokens read for 1, 2, 3 ... queries at once, per layer; their sum is `kv_tokens`.
@@ -58,6 +60,8 @@ class Totals(msgspec.Struct):
 
     steps: int = 0
     requests: int = 0
+    unshared: int = 0
+    unpaid: int = 0
     work_items: int = 0
     query_sizes: Counter[int] = msgspec.field(default_factory=Counter)
     kv_by_queries: Counter[int] = msgspec.field(default_factory=Counter)
@@ -155,7 +159,7 @@ class NativeScheduler:
             buffers = [np.zeros(layout.capacity(config, max_batch), dtype=np.int32) for _ in range(2)]
         self.buffers = buffers
         self.epoch = self.gained = 0
-        self._scratch = np.zeros(max(8, 6 + 2 * config.max_queries), dtype=np.int64)
+        self._scratch = np.zeros(8 + 2 * config.max_queries, dtype=np.int64)
         self._out = _ffi().from_dlpack(self._scratch)
         limits = {name: [limit] for name, limit in config.wide_limits.items()}
         values = _values(config), _values(config.wide_only or config), limits
@@ -331,13 +335,13 @@ class NativeScheduler:
     def totals(self, steps: int) -> Totals:
         """Counts up to now; the current plan was used for `steps` steps."""
         self._module.totals(self._handle, steps, self._out)
-        steps, requests, items, parts, kv_tokens, unpacked, *sizes = self._scratch.tolist()
+        steps, requests, unshared, unpaid, items, parts, kv_tokens, unpacked, *sizes = self._scratch.tolist()
         half = len(sizes) // 2
         counts, read = (
             Counter({size: count for size, count in enumerate(numbers, 1) if count})
             for numbers in (sizes[:half], sizes[half:])
         )
-        return Totals(steps, requests, items, counts, read, parts, kv_tokens, unpacked)
+        return Totals(steps, requests, unshared, unpaid, items, counts, read, parts, kv_tokens, unpacked)
 
     @property
     def levels(self) -> int | None:

@@ -17,7 +17,14 @@
 namespace pat {
 
 // What is counted per step that a plan runs.
+enum class Unpacked {
+  kNo,
+  kUnshared,
+  kUnpaid
+};  // no query shares KV that it sees; some do, and packing them would cost more
+
 struct Statistics {
+  Unpacked unpacked = Unpacked::kNo;  // why nothing is packed, if packing was asked for
   int64_t items = 0, parts = 0, kv_tokens = 0, growing_tails = 0, seq_tokens = 0, longest_bin = 0;
   std::vector<int64_t> query_sizes;    // work items with so many queries
   std::vector<int64_t> kv_by_queries;  // KV tokens that work items read for so many queries at once
@@ -27,13 +34,15 @@ struct Statistics {
 // Counts over all steps that were run.
 struct Totals {
   Statistics statistics;  // summed over steps
-  int64_t steps = 0, requests = 0;
+  int64_t steps = 0, requests = 0, unshared = 0, unpaid = 0;
 
   // `steps` steps of a plan.
   void add(const Statistics& plan, int64_t steps) {
     // Every step each request, and with it every tail that grows, has one token more.
     const int64_t grown = steps * (steps - 1) / 2;
     this->steps += steps;
+    if (plan.unpacked == Unpacked::kUnshared) unshared += steps;
+    if (plan.unpacked == Unpacked::kUnpaid) unpaid += steps;
     add_up(statistics.items, steps, plan.items);
     add_up(statistics.parts, steps, plan.parts);
     add_up(statistics.kv_tokens, steps, plan.kv_tokens);

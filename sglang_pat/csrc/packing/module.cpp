@@ -284,12 +284,13 @@ void extended(int64_t handle, TensorView to, TensorView numbers) {
   out[0] = made.shared(), out[1] = made.price(), out[2] = made.alone();
 }
 
-// Steps, requests, work items, parts, KV tokens, tokens of all requests; then work items with 1, 2, 3 ... queries; then KV tokens read for as many.
+// Steps, requests, steps that pack nothing as nothing is shared and as that would cost more, work items, parts, KV tokens, tokens of all requests; then work items with 1, 2, 3 ... queries; then KV tokens read for as many.
 void totals(int64_t handle, int64_t steps, TensorView to) {
   const pat::Totals totals = guarded([&] { return at(handle).totals(steps); });
   const pat::Statistics& sum = totals.statistics;
-  int64_t* out = data<int64_t>(to, "to", 4 + 2 * int64_t(sum.query_sizes.size()));
-  const int64_t head[] = {totals.steps, totals.requests, sum.items, sum.parts, sum.kv_tokens, sum.seq_tokens};
+  int64_t* out = data<int64_t>(to, "to", 6 + 2 * int64_t(sum.query_sizes.size()));
+  const int64_t head[] = {totals.steps, totals.requests, totals.unshared, totals.unpaid,
+                          sum.items,    sum.parts,       sum.kv_tokens,   sum.seq_tokens};
   out = std::copy(std::begin(head), std::end(head), out);
   out = std::copy(sum.query_sizes.begin() + 1, sum.query_sizes.end(), out);
   std::copy(sum.kv_by_queries.begin() + 1, sum.kv_by_queries.end(), out);

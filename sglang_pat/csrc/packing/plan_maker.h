@@ -122,6 +122,9 @@ class PlanMaker {
     }
     writer_.write(*best, seen_, seq_lens_, config, buffer.data, buffer.capacity, max_slots, statistics);
     best_ = best;
+    statistics.unpacked = Unpacked::kNo;
+    if (policy != Policy::kQuery && statistics.kv_tokens == statistics.seq_tokens)
+      statistics.unpacked = prefixes_.nodes.size() > 1 ? Unpacked::kUnpaid : Unpacked::kUnshared;
   }
 
   int64_t unpacked_price(const Config& config) const {
