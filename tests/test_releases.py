@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_pat import compat, plugin
 from sglang_pat.backend.start import support
 from sglang_pat.compat.releases import RUN
+from sglang_pat.radix_bridge import hooks
 
 HEADROOM = "get_req_to_token_extra_context_len"
 
@@ -132,6 +134,31 @@ def test_servers_with_other_backends_are_as_if_nothing_was_installed() -> None:
             hook(step.append, given)
         assert step == [given, given] and plugin.widened(4, given) == 4
         step.clear()
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_every_hook_is_listed_where_hooks_are_looked_for(
+    cpu: bool, registry: type[HookRegistry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Follower:
+        observer = SimpleNamespace(give_up=lambda why: None)
+
+    monkeypatch.setenv("SGLANG_PAT_KV", "int4")
+    monkeypatch.setattr(plugin.platform, "is_chosen", lambda: cpu)
+    monkeypatch.setattr(registry, "apply_hooks", lambda: None)
+    for name, value in {"_hooked": False, "_followers": [], "_unpacked_because": "", "_siblings": None}.items():
+        monkeypatch.setattr(hooks, name, value)
+    plugin.register()
+    hooks.install(follower := Follower(), graphs=True, defer=True)
+    del follower
+    targets = {*registry._hooks}
+    with suppress(ImportError):
+        from sglang.srt.arg_groups import resolution_hooks
+
+        targets |= {*resolution_hooks._HOOKS}
+    listed = set(re.findall(r"`([\w.]+)`", hooks.__doc__ or ""))
+    assert len(targets) > 20
+    assert [target for target in targets if target.rpartition(":")[2].removeprefix(".") not in listed] == []
 
 
 def test_the_step_that_adjusts_arguments_to_the_model_is_hooked(registry: type[HookRegistry]) -> None:

@@ -32,9 +32,9 @@ ahead, and the server says so once; without those that size memory it refuses to
 | `handle_speculative_decoding` | all | its lists of backends for branching drafts in pages; from 0.5.20 likewise; plugin.py |
 | `ModelRunner.load_model` | all | what arguments say is refused is refused before weights are loaded; plugin.py |
 | `get_req_to_token_extra_context_len` | all | rows are too narrow for drafts at the end of the context (allocation_sizing.py); plugin.py |
-| `DefaultPoolConfigurator._compute_cell_size`, `calculate_pool_sizes` | all | with `SGLANG_PAT_KV`: how many tokens of 4 or 2 bits there is memory for; plugin.py |
+| `DefaultPoolConfigurator._compute_cell_size`, `DefaultPoolConfigurator.calculate_pool_sizes` | all | with `SGLANG_PAT_KV`: how many tokens of 4 or 2 bits there is memory for; plugin.py |
 | `KVCacheConfigurator._build_mha_kv_pool` | all | with `SGLANG_PAT_KV` on a GPU: the class of the pool is fixed, unless a platform chooses it; plugin.py |
-| `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | all | on a CPU: the list of backends for draft models is fixed; platform/speculation.py |
+| `DraftBackendFactory.create_decode_backend`, `DraftBackendFactory.create_draft_extend_backend` | all | on a CPU: the list of backends for draft models is fixed; platform/speculation.py |
 | `DraftBackendFactory._create_backend` | all | the same on a GPU: a stock backend replaces `pat`; plugin.py |
 
 MLA models ask lists of SGLang's what a backend is given. `pat` is put into them by its name, with no hook:
