@@ -14,6 +14,7 @@ constexpr int kMergeWarps = 4, kMergeThreads = kMergeWarps * kWarpSize;
 // The columns of a row that a thread has: vectors of up to 8 bytes, so that a warp reads a row in one piece.
 template <int kVDim>
 struct MergeColumns {
+  static_assert(kVDim % kWarpSize == 0);
   static constexpr int kVector = kVDim % 128 == 0 ? 4 : kVDim % 64 == 0 ? 2 : 1, kVectors = kVDim / kWarpSize / kVector;
   static constexpr int kCount = kVDim / kWarpSize;
 
