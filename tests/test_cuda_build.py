@@ -34,7 +34,7 @@ compiles = pytest.mark.usefixtures("nvcc")
 
 
 def compiled_slowly(*values: Any) -> Any:
-    """Parameters that `make test` leaves out: it compiles the variants of sass.SHIPPED, and of what they have not one each."""
+    """Parameters that `make test` leaves out: it compiles QUICK."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -43,6 +43,15 @@ def used(variant: cuda.Variant) -> resources.Resources:
     return sass.compiled(variant).used
 
 
+QUICK = {
+    *(cuda.Variant.of(spec_of(dtype, dim, dim), "9.0a") for dtype in (torch.bfloat16, torch.float8_e4m3fn) for dim in (128, 256)),
+    cuda.Variant.of(spec_of(torch.bfloat16, 128, 128), "8.0"),
+    cuda.Variant.of(msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=4, query_tokens=4), "9.0a"),
+    cuda.Variant.of(spec_of(torch.bfloat16, 128, 128), "9.0a", alike=True),
+    cuda.Variant.of(AttentionSpec(16, 1, *capabilities.LATENT_DIMS[0], FORMATS["bfloat16"], latent=True), "9.0a"),
+    cuda.Variant.of(AttentionSpec(1, 1, 128, 128, FORMATS["int4"]), "9.0a"),
+}  # fmt: skip
+"""Of sass.SHIPPED: one of each kind of kernel."""
 VARIANTS = [
     ("9.0a", 128, torch.bfloat16),
     ("9.0a", 128, torch.float8_e4m3fn),
@@ -88,7 +97,7 @@ FORWARD = [
 @compiles
 @pytest.mark.parametrize(
     ("arch", "dims", "dtype", "sinks"),
-    [values if variant_of(*values) in sass.SHIPPED else compiled_slowly(*values) for values in FORWARD],
+    [values if variant_of(*values) in QUICK else compiled_slowly(*values) for values in FORWARD],
 )
 def test_forward_compiles_without_spills(arch: str, dims: tuple[int, int], dtype: torch.dtype, sinks: bool) -> None:
     variant = variant_of(arch, dims, dtype, sinks)
@@ -103,12 +112,12 @@ def test_forward_compiles_without_spills(arch: str, dims: tuple[int, int], dtype
 @pytest.mark.parametrize(
     ("tokens", "dims", "limits"),
     [
-        *((1, dims, False) for dims in ((256, 256), (192, 128))),
-        (4, (256, 256), False),
-        compiled_slowly(1, (192, 192), False),
+        (1, (256, 256), False),
+        *(compiled_slowly(1, dims, False) for dims in ((192, 192), (192, 128))),
+        compiled_slowly(4, (256, 256), False),
         *(compiled_slowly(2, dims, False) for dims in ((256, 256), (192, 192), (192, 128))),
         *(compiled_slowly(4, dims, False) for dims in ((192, 192), (192, 128))),
-        (1, (256, 256), True),
+        compiled_slowly(1, (256, 256), True),
     ],
 )
 def test_two_warpgroups_of_larger_dimensions_compile_without_spills(
@@ -127,9 +136,10 @@ def test_two_warpgroups_of_larger_dimensions_compile_without_spills(
 @pytest.mark.parametrize(
     ("heads", "tokens", "dims", "limits"),
     [
-        *((heads, tokens, (256, 256), False) for heads, tokens in ((8, 1), (4, 4), (8, 4))),
+        (8, 1, (256, 256), False),
+        *(compiled_slowly(heads, 4, (256, 256), False) for heads in (4, 8)),
         *(compiled_slowly(heads, tokens, dims, False) for heads, tokens in ((8, 1), (4, 4), (8, 4)) for dims in ((192, 192), (192, 128))),
-        *((8, tokens, (256, 256), True) for tokens in (1, 4)),
+        *(compiled_slowly(8, tokens, (256, 256), True) for tokens in (1, 4)),
     ],
 )  # fmt: skip
 def test_kv_of_8_bits_and_larger_dimensions_compiles_without_spills(
@@ -194,7 +204,8 @@ def test_kv_decides_which_tiles_larger_dimensions_have() -> None:
 @compiles
 @pytest.mark.parametrize(
     ("dim", "heads", "tokens", "spills"),
-    [(128, 4, 8, 0), (128, 64, 1, 0), compiled_slowly(64, 8, 8, 0), compiled_slowly(96, 4, 1, 0), (128, 8, 8, 56)],
+    [compiled_slowly(*case) for case in ((128, 4, 8, 0), (128, 64, 1, 0), (64, 8, 8, 0), (96, 4, 1, 0))]
+    + [(128, 8, 8, 56)],
 )
 def test_kv_of_8_bits_with_drafts_and_tails_compiles(dim: int, heads: int, tokens: int, spills: int) -> None:
     """Where two warpgroups convert. With drafts and tails of 128 dimensions narrow items put masks aside."""
@@ -208,7 +219,10 @@ def test_kv_of_8_bits_with_drafts_and_tails_compiles(dim: int, heads: int, token
 @compiles
 @pytest.mark.parametrize(
     ("tokens", "limits", "capped"),
-    [(4, False, False), (8, False, False), (1, True, False), (1, False, True), compiled_slowly(4, False, True)],
+    [
+        (4, False, False),
+        *(compiled_slowly(*case) for case in ((8, False, False), (1, True, False), (1, False, True), (4, False, True))),
+    ],
     ids=["drafts", "long drafts", "extends", "caps", "drafts, caps"],
 )
 def test_rows_that_see_some_of_an_item_or_capped_scores_compile_without_spills(
@@ -254,7 +268,7 @@ def test_what_small_batches_run_lies_where_it_is_prefetched(tokens: int, first: 
 
 
 @compiles
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("tokens", [1, compiled_slowly(4)])
 def test_what_small_batches_of_latents_run_lies_where_it_is_prefetched(tokens: int) -> None:
     """All of the warps that load, and behind them items of 8 and 16 rows."""
     spec = AttentionSpec(16, 1, *capabilities.LATENT_DIMS[0], FORMATS["bfloat16"], query_tokens=tokens, latent=True)
@@ -269,10 +283,10 @@ def test_what_small_batches_of_latents_run_lies_where_it_is_prefetched(tokens: i
     ("form", "dim", "arch"),
     [
         ("int4", 128, "9.0a"),
-        ("int2", 128, "9.0a"),
+        compiled_slowly("int2", 128, "9.0a"),
         compiled_slowly("int4", 64, "9.0a"),
         compiled_slowly("int2", 64, "8.0"),
-        ("int4", 128, "8.0"),
+        compiled_slowly("int4", 128, "8.0"),
     ],
 )
 def test_pages_of_few_bits_compile_without_spills(form: str, dim: int, arch: str) -> None:
@@ -288,14 +302,14 @@ def test_pages_of_few_bits_compile_without_spills(form: str, dim: int, arch: str
     [
         ("9.0a", 0, "bfloat16", {}),
         compiled_slowly("9.0a", 0, "float16", {"query_tokens": 4}),
-        ("9.0a", 0, "float8_e4m3fn", {"query_tokens": 4}),
+        compiled_slowly("9.0a", 0, "float8_e4m3fn", {"query_tokens": 4}),
         compiled_slowly("9.0a", 1, "float8_e5m2", {"sinks": True, "capped": True}),
-        ("9.0a", 0, "bfloat16", {"heads": 20, "query_tokens": 2}),
+        compiled_slowly("9.0a", 0, "bfloat16", {"heads": 20, "query_tokens": 2}),
         compiled_slowly("10.0", 0, "float8_e4m3fn", {"heads": 48}),
-        ("8.0", 0, "bfloat16", {"query_tokens": 4}),
-        ("8.0", 0, "float8_e4m3fn", {}),
-        ("8.9", 0, "float8_e4m3fn", {"query_tokens": 4}),
-        ("10.0", 1, "bfloat16", {}),
+        compiled_slowly("8.0", 0, "bfloat16", {"query_tokens": 4}),
+        compiled_slowly("8.0", 0, "float8_e4m3fn", {}),
+        compiled_slowly("8.9", 0, "float8_e4m3fn", {"query_tokens": 4}),
+        compiled_slowly("10.0", 1, "bfloat16", {}),
     ],
 )
 def test_latents_compile_without_spills(arch: str, dims: int, dtype: str, change: dict[str, Any]) -> None:
@@ -310,7 +324,10 @@ def test_latents_compile_without_spills(arch: str, dims: int, dtype: str, change
 
 
 @compiles
-@pytest.mark.parametrize("variant", sass.SHIPPED, ids=lambda variant: variant.name)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(one, id=one.name, marks=() if one in QUICK else pytest.mark.slow) for one in sass.SHIPPED],
+)
 def test_machine_code_is_as_recorded(variant: cuda.Variant) -> None:
     recorded = msgspec.json.decode(sass.GOLDEN.read_bytes())
     if recorded["nvcc"] != sass.compiler():

@@ -61,7 +61,11 @@ def test_marks_for_tests_are_not_shown_to_readers() -> None:
     assert [page for page, _, block in BLOCKS if "# needs" in block] == []
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS)
+@pytest.mark.parametrize(
+    ("page", "command"),
+    # What compiles kernels is left to `make test-all`.
+    [pytest.param(*one, marks=pytest.mark.slow if "resources.py" in one[1] else ()) for one in COMMANDS],
+)
 def test_commands_run(page: str, command: str) -> None:
     result = run(command)
     if "found no nvcc" in result.stderr:

@@ -20,7 +20,17 @@ from sglang_pat import jit
 
 pytestmark = pytest.mark.once
 
-SLOW = ("8 bits", "unequal, 8 bits", "unequal 8 bits by mma", "latents of 8 bits", "direct", "16 bits", "own queries")
+SLOW = (
+    "pages",
+    "8 bits",
+    "unequal, 16 bits",
+    "unequal, 8 bits",
+    "unequal 8 bits by mma",
+    "latents of 8 bits",
+    "direct",
+    "16 bits",
+    "own queries",
+)
 """Kinds that `make test` leaves out. That these kernels are right in any order of threads, test_cuda_kernel.py shows there too."""
 
 TEXT = r"\n((?:(?!emulator::planted).)*?)\n"

@@ -262,7 +262,7 @@ def test_a_page_does_not_replace_what_it_is_made_of(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 390)])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), pytest.param("dark", 390, marks=pytest.mark.slow)])
 def test_the_page_stays_usable_with_1024_requests_and_32_levels(tmp_path: Path, scheme: str, width: int) -> None:
     """On a desktop and on a phone."""
     from playwright.sync_api import sync_playwright

@@ -911,7 +911,7 @@ def test_a_scheduler_is_not_made_without_all_values_or_for_limits_that_cannot_be
         NativeScheduler.load_module().create(VALUES, VALUES, LIMITS, 64, 99, *buffers)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.skipif(bool(os.environ.get(jit.SANITIZE)), reason="compiles programs of its own")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86's vectors")
 def test_plans_do_not_depend_on_how_wide_vectors_are(tmp_path: Path) -> None:

@@ -46,7 +46,10 @@ def check(case: Paged, cap: float = 0.0, policy: str = "optimal", arch: str = AR
 
 
 @pytest.mark.parametrize("form", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (16, 1), *([(3, 3), (32, 8), (5, 1)] if ON_GPU else [])])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"),
+    [(8, 2), *([(16, 1), (3, 3), (32, 8), (5, 1)] if ON_GPU else [pytest.param(16, 1, marks=pytest.mark.slow)])],
+)
 def test_random_trees(form: str, heads: int, kv_heads: int) -> None:
     generator = random.Random(heads)
     for depth, fanout, pages in ((2, 3, 2), (1, 4, 5), *(((3, 4, 9), (2, 9, 2)) if ON_GPU else ())):

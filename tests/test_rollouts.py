@@ -19,6 +19,7 @@ ON_CPU = [] if torch.cuda.is_available() else ["--server=--device=cpu", "--serve
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_samples_share_prompts_and_turns(model: Path, gpu_model: Path, tmp_path: Path) -> None:
     arguments = "--settings pat --shapes 2x3 1x8 --prompt 600 900 --answer 4 12 --turns 1+2 --message 9 --server=--max-total-tokens=30000"
     output = tmp_path / "rollouts.json"
