@@ -155,7 +155,7 @@ def make_room_for_few(fixture: Any) -> None:
 
 
 def _begin_whole(prefill: Any, batch: Any) -> None:
-    prefill.forget()
+    prefill._decoding = None
     prefill._planned = prefill.extend.begin(batch, None)
 
 

@@ -168,11 +168,7 @@ class PatAttnBackend(AttentionBackend):
     def _begin_step(self, forward_batch: ForwardBatch, in_capture: bool, aside: bool = False) -> None:
         mode = forward_batch.forward_mode
         verifies = self.step.verifies(forward_batch)
-        if not (mode.is_decode_or_idle() or verifies):
-            if self.inner is not None:
-                self.inner.init_forward_metadata_out_graph(forward_batch, in_capture)
-                self._expect(forward_batch)
-            return
+        assert mode.is_decode_or_idle() or verifies  # SGLang begins extends so in full graphs only, which are refused
         self.step.begin(forward_batch)
         groups, more = (self.groups.steps, self.step.draft_tokens) if verifies else (self.groups.single, 0)
         actual = getattr(forward_batch, "actual_forward_mode", mode)
@@ -207,10 +203,7 @@ class PatAttnBackend(AttentionBackend):
         return self.step.verify_mask
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        if forward_batch.forward_mode.is_decode_or_idle() or self.step.verifies(forward_batch):
-            self.step.fill(forward_batch)
-        elif self.inner is not None:
-            self.inner.init_forward_metadata_in_graph(forward_batch)
+        self.step.fill(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Size what graphs read and is not allocated yet; the executors have allocated the rest."""
@@ -267,32 +260,11 @@ class PatAttnBackend(AttentionBackend):
         out = group.executor.decode(q.reshape(-1, heads, dim), kv, tables, scores, q_rope)
         return out.reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)
 
-    # Prefill in graphs runs on the inner backend.
-
-    def prepare_full_cuda_graph_chunked_prefix(self, forward_batch: ForwardBatch, *, in_capture: bool) -> None:
-        assert self.inner is not None
-        self.inner.prepare_full_cuda_graph_chunked_prefix(forward_batch, in_capture=in_capture)
-
-    def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: ForwardBatch) -> Any:
-        assert self.inner is not None
-        return self.inner.init_forward_metadata_for_breakable_cuda_graph_capture(forward_batch)
-
-    def prepare_forward_metadata_for_breakable_cuda_graph_replay(
-        self, capture_metadata: Any, forward_batch: ForwardBatch, **kwargs: Any
-    ) -> None:
-        assert self.inner is not None and self.prefill is not None
-        self.prefill.forget()
-        self.inner.prepare_forward_metadata_for_breakable_cuda_graph_replay(capture_metadata, forward_batch, **kwargs)
-        self._expect(forward_batch)
-
     def shared_read_ends(self, mode: Any) -> Any:
         """0.5.23 asks when the scheduler may write `req_to_token` again: after the kernels have read it."""
         from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
         return SharedReadEnds.POST_REPLAY
-
-    def support_triton(self) -> bool:
-        return self.inner is None or self.inner.support_triton()
 
     def _expect(self, forward_batch: ForwardBatch) -> None:
         """Tell the observer that the requests whose prompts this batch completes decode next."""

@@ -15,13 +15,8 @@ DRAFT_BACKEND = "sglang.srt.speculative.draft_utils:DraftBackendFactory._create_
 """The step that makes an attention backend for drafts."""
 
 PREFILL_ATTRIBUTES = (
-    "use_captured_forward_metadata_for_breakable_cuda_graph",
-    "supports_full_cuda_graph_chunked_prefix",
     "extend_dummy_seqs_capped_by_req_pool",
     "extend_attention_block_m",
-    "prefill_cuda_graph_default_max_seq_len",
-    "prefill_cuda_graph_max_batch_size",
-    "skips_prefill_metadata_on_idle_dp_rank",
     "supports_prefill_cuda_graph_max_context_size",
     "init_mha_chunk_metadata",
 )

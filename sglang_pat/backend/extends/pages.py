@@ -82,9 +82,6 @@ class LowBitPrefill:
             # One request that is longer than any should be.
             self._workspace = self._workspace.new_empty(2, most, *self._workspace.shape[2:])
 
-    def forget(self) -> None:
-        self._calls = []
-
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
         save_kv_cache: bool, **options: Any,

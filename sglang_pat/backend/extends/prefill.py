@@ -57,7 +57,7 @@ class Prefill:
 
     def begin(self, forward_batch: ForwardBatch, check: Callable[..., None] | None) -> None:
         """Divide and plan a batch, before its layers run; `check` as for `PackedExtend.begin`."""
-        self.forget()
+        self._decoding = self._planned = None
         left: Any = forward_batch
         extends = compat.batch.is_extend(forward_batch.forward_mode)
         if extends and self._divides:
@@ -71,10 +71,6 @@ class Prefill:
             left = left if self._planned is None else self._planned.first
         if left is not None:
             self.inner.init_forward_metadata(left)
-
-    def forget(self) -> None:
-        """Run the next batch whole on the stock backend, which has its metadata already."""
-        self._decoding = self._planned = None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
