@@ -187,7 +187,7 @@ class Pat:
         index, _, _ = scheduler.take(native.load(scheduler, problem.batch), problem.seq_lens.cpu(), 0)
         data = scheduler.buffers[index]
         self.kv_tokens, self.parts, _ = scheduler.current()
-        self.plan = torch.from_numpy(data[: layout.size(data)].copy()).to("cuda")
+        self.plan = torch.from_numpy(data[: layout.sections(data).header["size"]].copy()).to("cuda")
         slots = max(1, layout.num_slots(data))
         self._partial = torch.empty(slots, spec.query_heads, problem.v_dim, dtype=torch.float16, device="cuda")
         self._lse = torch.empty(slots, spec.query_heads, device="cuda")

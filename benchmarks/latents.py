@@ -111,7 +111,7 @@ class Pat:
         scheduler = native.NativeScheduler(config, problem.size)
         index, _, _ = scheduler.take(native.load(scheduler, problem.batch), problem.seq_lens.cpu(), 0)
         data = scheduler.buffers[index]
-        self.plan = torch.from_numpy(data[: layout.size(data)].copy()).to(device)
+        self.plan = torch.from_numpy(data[: layout.sections(data).header["size"]].copy()).to(device)
         slots = max(1, layout.num_slots(data))
         self._partial = torch.empty(slots, spec.query_heads, spec.v_head_dim, dtype=torch.float16, device=device)
         self._lse = torch.empty(slots, spec.query_heads, device=device)

@@ -302,7 +302,7 @@ def test_an_index_that_is_wrong_is_an_error_or_harmless(what: str) -> None:
 def test_a_work_item_of_more_rows_than_offsets_reach_is_refused() -> None:
     case = Case(Batch([50] * 3, [Node(0, 40, [0, 1, 2])]), 4, 2, 64, 64, torch.float32)
     many = [0] * ((1 << 13) + 1)
-    plan = Plan([WorkItem(0, 10, many, many, 16)], [0, 1], [1] * 3, 1, 10, 0)
+    plan = Plan([WorkItem(0, 10, many, many, 16)], [0, 1], [1] * 3, 1, 10)
     with pytest.raises(ValueError, match="too many rows"):
         case.decode(torch.from_numpy(layout.flatten(plan)))
 

@@ -114,7 +114,8 @@ SPLIT_BEHIND_A_WINDOW = (
 def test_work_items_are_what_executors_expect(extend: Extend, config: PackConfig) -> None:
     requests, lengths = extend.requests, extend.lengths
     items, data, _ = plan(extend, config)
-    assert layout.size(data) == len(data) and layout.sections(data).header["batch"] == len(lengths)
+    header = layout.sections(data).header
+    assert header["size"] == len(data) and header["batch"] == len(lengths)
     most = 1 if config.straddled_rows else config.max_queries
     assert not layout.sections(data).part_rows.size, "tokens have all of their rows in one work item"
     parts: list[list[int]] = [[] for _ in lengths]
@@ -217,7 +218,7 @@ def test_the_batch_that_decodes_notices_nothing(extend: Extend) -> None:
     again = extended(scheduler, requests, extend)
     assert (first[1] == again[1]).all() and first[2] == again[2]
     index, _, _ = scheduler.take(requests, lengths, 1)
-    size = layout.size(before)
+    size = layout.sections(before).header["size"]
     assert (scheduler.buffers[index][:size] == before[:size]).all() and steps > 0
 
 

@@ -77,7 +77,7 @@ def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None
     scheduler = NativeScheduler(config, len(batch.seq_lens), buffers=[np.zeros(room, dtype=np.int32) for _ in range(2)])
     index, steps, _ = scheduler.take(load(scheduler, batch), np.array(batch.seq_lens), 0)
     data, made = scheduler.buffers[index], make_plan(batch, config)
-    assert data[: layout.size(data)].tolist() == layout.flatten(made, merge_all=True).tolist()
+    assert data[: layout.sections(data).header["size"]].tolist() == layout.flatten(made, merge_all=True).tolist()
     assert (steps, scheduler.current()[:2]) == (made.steps, (made.kv_tokens, sum(made.num_parts)))
 
 

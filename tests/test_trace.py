@@ -50,7 +50,8 @@ class Server:
     def __init__(self, path: Path, limit: int = 10**9) -> None:
         self.writer = trace.TraceWriter(path, HEADER, limit)
         self.scheduler = NativeScheduler(CONFIG, max_batch=64)
-        self.planner = Planner(self.scheduler, ahead=False, on_plan=self.writer.on_plan)
+        self.planner = Planner(self.scheduler, ahead=False)
+        self.planner.on_plan = self.writer.on_plan
         self.lengths: dict[int, int] = {}
 
     def event(self, event: Event) -> None:

@@ -60,7 +60,6 @@ class Planner:
         scheduler: NativeScheduler,
         reuse: bool = True,
         ahead: bool = True,
-        on_plan: Callable[..., None] | None = None,
         growth: int = 1,
         watch: bool = False,
     ) -> None:
@@ -76,7 +75,7 @@ class Planner:
         self._scheduler = scheduler
         self._reuse = reuse
         self._ahead = ahead
-        self.on_plan = on_plan
+        self.on_plan: Callable[..., None] | None = None
         self._growth = growth
         self._watch = watch
         self._lengths: Any = None  # when the plan was made, where they are watched

@@ -48,7 +48,7 @@ def synthetic(m: int, items: int, tokens: int, workers: int) -> Plan:
         work.append(WorkItem(i * tokens, (i + 1) * tokens, rows, [i % 2] * queries, m))
     batch = workers * items // 2 * queries
     bins = [worker * items for worker in range(workers + 1)]
-    return Plan(work, bins, [2] * batch, 1, len(work) * tokens, 0)
+    return Plan(work, bins, [2] * batch, 1, len(work) * tokens)
 
 
 def spec_of(head_dim: int, kv: str) -> AttentionSpec:

@@ -48,12 +48,11 @@ def right_mixed_lengths(forward_batch: Any) -> None:
     forward_batch.positions[tokens] = right.to(forward_batch.positions.dtype)
 
 
-def as_decode(forward_batch: Any) -> Any:
-    """Turn an extend of one token per request into the decode step that it is. Changes and returns its argument."""
+def as_decode(forward_batch: Any) -> None:
+    """Turn an extend of one token per request into the decode step that it is."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     forward_batch.forward_mode = ForwardMode.DECODE
-    return forward_batch
 
 
 def new_tokens(forward_batch: Any, requests: int) -> list[int] | None:

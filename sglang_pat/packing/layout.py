@@ -21,7 +21,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from sglang_pat.packing import OPEN, PackConfig, Plan, WorkItem
+from sglang_pat.packing import PackConfig, Plan, WorkItem
 
 HEADER = (
     "num_items",
@@ -114,11 +114,6 @@ def num_slots(data: np.ndarray) -> int:
     return int(data[HEADER.index("num_slots")])
 
 
-def size(data: np.ndarray) -> int:
-    """How many ints of the array a plan uses."""
-    return int(data[HEADER.index("size")])
-
-
 def sections(data: np.ndarray) -> Sections:
     """Views of a plan's sections."""
     header = dict(zip(HEADER, data[: len(HEADER)].tolist(), strict=True))
@@ -132,16 +127,12 @@ def read(data: np.ndarray, kv_tokens: int) -> Plan:
     """The `Plan` in an array; `kv_tokens` is what its first step reads."""
     plan = sections(data)
     parts = [max(1, last - first) for first, last in pairwise(plan.part_offsets.tolist())]
-    items = work_items(data)
-    # A tail that starts at a position grows; one that counts back is a window, which moves.
-    growing_tails = sum(len(item.queries) if item.tails else item.start >= 0 and item.end == OPEN for item in items)
     return Plan(
-        items,
+        work_items(data),
         plan.bins.tolist(),
         parts,
         plan.header["steps"],
         kv_tokens,
-        growing_tails,
         bool(plan.header["narrow_first"]),
         len(plan.part_rows) > 0,
     )

@@ -62,7 +62,6 @@ class Plan(msgspec.Struct):
         steps: How many decode steps the plan is good for. After that, growing tails have made its bins uneven or outgrown its split, or a
             request has filled its window.
         kv_tokens: KV tokens that the first step reads.
-        growing_tails: Tails, whose KV grows by one token per step.
         narrow_first: Whether every second worker runs its narrow work items, those of single warps, before its wide ones. Then some workers read
             while others compute.
         straddles: Whether there are parts, and some may have only some rows of their query (`PackConfig.straddled_rows`).
@@ -73,7 +72,6 @@ class Plan(msgspec.Struct):
     num_parts: list[int]
     steps: int
     kv_tokens: int
-    growing_tails: int
     narrow_first: bool = False
     straddles: bool = False
 

@@ -42,14 +42,12 @@ LABEL = 200
 def is_trace(path: Path) -> bool:
     """Whether there is a file that begins as traces do."""
     try:
-        return path.is_file() and _beginning(path) == MAGIC
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
-
-
-def _beginning(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(len(MAGIC))
 
 
 class TraceError(ValueError):

@@ -164,7 +164,7 @@ def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Pl
         steps = min([steps, *(piece - (length - window) % piece for length in lengths if 0 < window < length)])
     first = narrow and narrow_first(packs, seq_lens, config)
     straddles = config.straddled_rows > 0 and max(num_parts, default=0) > 1
-    return Plan(items, bins, num_parts, steps, kv_tokens, sum(growing), first, straddles)
+    return Plan(items, bins, num_parts, steps, kv_tokens, first, straddles)
 
 
 def _places(bins: list[list[Pack]], piece: int) -> dict[int, list[int]]:

@@ -34,11 +34,11 @@ def unsupported(what: str, instead: str) -> UnsupportedError:
     return UnsupportedError(f"--attention-backend pat does not support {what}: {instead}")
 
 
-def check_arguments(server_args: Any, environment: Mapping[str, str] = os.environ) -> None:
+def check_arguments(server_args: Any) -> None:
     """Raise UnsupportedError if `ServerArgs` or an environment variable asks for a refused feature (features.py)."""
     arguments = compat.arguments.resolved(server_args)
     for feature in features.REFUSED:
-        if feature.asked is not None and feature.asked(arguments, environment):
+        if feature.asked is not None and feature.asked(arguments, os.environ):
             asked_by = feature.how.replace("`", "")
             raise unsupported(f"{feature.name} yet ({asked_by})", feature.instead)
 
