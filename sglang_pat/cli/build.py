@@ -35,7 +35,7 @@ def architecture(text: str) -> str:
     found = re.fullmatch(r"([0-9]{1,2})\.([0-9])a?", text)
     if found is None or int(found[1]) < LEAST_CAPABILITY:
         raise argparse.ArgumentTypeError(f"{text!r} is no compute capability of {LEAST_CAPABILITY}.0 or more")
-    return cuda.arch_name(int(found[1]), int(found[2]))
+    return capabilities.arch_name(int(found[1]), int(found[2]))
 
 
 def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:

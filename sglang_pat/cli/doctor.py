@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from sglang_pat.cli import parser
+from sglang_pat.kernels.capabilities import arch_name
 from sglang_pat.text import printable
 
 PATIENCE = 60
@@ -243,7 +244,7 @@ def _gpu(torch: Torch | None) -> Section:
     found, texts, problems = [], [], []
     for gpu in torch.gpus:
         capability = f"{gpu.capability[0]}.{gpu.capability[1]}"
-        arch = _arch(gpu)
+        arch = arch_name(*gpu.capability)
         own, any_table = devices.find("", gpu.name), devices.find(arch, gpu.name)
         prices = "none"
         if own is not None:
@@ -303,7 +304,7 @@ def _ready(torch: Torch | None, model: str | None) -> dict[str, bool]:
 
     # What is wrong with the model is said elsewhere.
     with contextlib.suppress(ModelError, ValueError):
-        for variant in build.variants(model, _arch(torch.gpus[0])):
+        for variant in build.variants(model, arch_name(*torch.gpus[0].capability)):
             ready[variant.name] = jit.is_ready_for_cuda(variant.name, variant.arch, variant.flags)
     return ready
 
@@ -358,7 +359,7 @@ def _model(name: str, torch: Torch | None) -> Section:
     except model_config.ModelError as error:
         return Section("model", "unknown", {"model": name, "verdicts": {}}, [str(error)])
     gpu = torch.gpus[0] if torch is not None and torch.gpus else None
-    places: dict[str, tuple[Any, str]] = {"on this GPU": ("cuda", _arch(gpu))} if gpu else {}
+    places: dict[str, tuple[Any, str]] = {"on this GPU": ("cuda", arch_name(*gpu.capability))} if gpu else {}
     if gpu is None:
         places = {"on a GPU": ("cuda", ""), "on this CPU": ("cpu", "")}
     verdicts = {place: model.judge(config, *of) for place, of in places.items()}
@@ -398,12 +399,6 @@ def _server(url: str, key: str) -> Section:
     if counters["fallbacks"] or counters["faults"]:
         problems.append("plans failed or were found wrong; its log says why")
     return Section("server", text, counters, problems)
-
-
-def _arch(gpu: Gpu) -> str:
-    """As `cuda.arch_name`, which needs torch."""
-    major, minor = gpu.capability
-    return f"{major}.{minor}{'a' * (major == 9)}"
 
 
 def _torch() -> Torch | str:

@@ -74,6 +74,11 @@ MEASURED_DIM = 128
 """What `sglang_pat.tune` measures if it is not told, and the largest head dimension whose prices every table has: from it smaller ones are scaled."""
 
 
+def arch_name(major: int, minor: int) -> str:
+    """The architecture to compile for. On Hopper it ends in `a`, which enables Hopper's own instructions."""
+    return f"{major}.{minor}a" if major == 9 else f"{major}.{minor}"
+
+
 def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
     """Every m of an architecture's kernels. 128 rows take two warpgroups, 192 three: with KV of 8 bits the third one converts (csrc/cuda/threads.cuh,
     `wide_warpgroups`). On Hopper, above 128 dimensions:

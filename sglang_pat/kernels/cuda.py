@@ -150,14 +150,9 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         )
 
 
-def arch_name(major: int, minor: int) -> str:
-    """The architecture to compile for. On Hopper it ends in `a`, which enables Hopper's own instructions."""
-    return f"{major}.{minor}a" if major == 9 else f"{major}.{minor}"
-
-
 def arch_of(device: torch.device) -> str:
-    """The architecture of this GPU, likewise."""
-    return arch_name(*torch.cuda.get_device_capability(device))
+    """The architecture of this GPU."""
+    return capabilities.arch_name(*torch.cuda.get_device_capability(device))
 
 
 def variants(
