@@ -22,8 +22,9 @@ from sglang_pat.cli.parser import Parser, as_json, count, counts, patience, run
 from sglang_pat.cli.replay import replay
 from sglang_pat.cli.top import SilenceError, TopError, top
 from sglang_pat.config import KEY
-from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, config_of, estimate, load, read_model
+from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, estimate, load, read_model
 from sglang_pat.jit import BuildError
+from sglang_pat.model_config import ModelError, find
 from sglang_pat.packing import POLICIES
 from sglang_pat.packing.native import make_plan
 from sglang_pat.radix_bridge.trace import TraceError, is_trace
@@ -85,7 +86,7 @@ def _run(arguments: list[str] | None) -> int:
         # With what the compiler says.
         message = "\n".join(map(printable, str(error).splitlines()))
         say(f"{PROG}: {message.removeprefix(f'{PROG} ')}")
-    except (TraceError, TopError, EstimateError, explain.ExplainError, BatchError) as error:
+    except (TraceError, TopError, EstimateError, ModelError, explain.ExplainError, BatchError) as error:
         say(f"{PROG}: {printable(str(error))}")
     return 2
 
@@ -327,8 +328,8 @@ def _explain(arguments: argparse.Namespace) -> None:
     path = explain.trace_of(arguments.url, _key(arguments)) if live else arguments.trace
     inputs = {"trace" if arguments.model is None else "input": path}
     if arguments.model is not None:
-        with contextlib.suppress(EstimateError):  # said later, behind what is wrong with the requests
-            inputs["model's config.json"] = config_of(arguments.model)
+        with contextlib.suppress(ModelError):  # said later, behind what is wrong with the requests
+            inputs["model's config.json"] = find(arguments.model)
     for kind, file in inputs.items():
         if os.path.realpath(output) == os.path.realpath(file):
             raise explain.ExplainError(f"--output {output} is the {kind}: name another file")

@@ -6,6 +6,6 @@ and without packing, and gives the tree of a job to `sglang-pat explain`, and `t
 
 from sglang_pat.estimate.costs import GPUS, job
 from sglang_pat.estimate.errors import EstimateError
-from sglang_pat.estimate.models import Model, config_of, read_model
+from sglang_pat.estimate.models import Model, read_model
 from sglang_pat.estimate.prompts import Prompt, batch_of, load
 from sglang_pat.estimate.table import KV_CACHES, estimate

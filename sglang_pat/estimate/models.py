@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from sglang_pat.estimate.errors import EstimateError, fault
 from sglang_pat.estimate.prompts import first_given
-from sglang_pat.model_config import ModelError, find, language_model, read
+from sglang_pat.model_config import find, language_model, read
 from sglang_pat.packing import FORMATS, AttentionSpec
 from sglang_pat.packing.cost import Count
 from sglang_pat.packing.spec import MAX_WINDOW
@@ -79,29 +79,15 @@ UNREAD = (
 """Other fields that say how layers differ, which are not read here: Step 3.5, Laguna, Gemma 4, Nemotron NAS, Inkling, Zaya."""
 
 
-def config_of(name: str | Path) -> Path:
-    """A model's config.json, by the name of its folder, of the file, or in the cache of Hugging Face.
-
-    Raises:
-        EstimateError: There is none.
-    """
-    try:
-        return find(str(name))
-    except ModelError as error:
-        raise EstimateError(str(error)) from None
-
-
 def read_model(name: str | Path) -> Model:
-    """Read a model's config.json, named as for `config_of`.
+    """Read a model's config.json, by the name of its folder, of the file, or in the cache of Hugging Face.
 
     Raises:
-        EstimateError: PAT does not serve this model, or the file is no config.json.
+        ModelError: There is none.
+        EstimateError: PAT does not serve this model, or its config.json says too little.
     """
-    path = config_of(name)
-    try:
-        config = language_model(read(path))
-    except ModelError as error:
-        raise EstimateError(str(error)) from None
+    path = find(str(name))
+    config = language_model(read(path))
     if config.get("kv_lora_rank") is not None and config.get("index_topk") is not None:
         raise EstimateError(f"{path}: sparse attention (DSA) is not supported by --attention-backend pat")
     for field in UNREAD:
