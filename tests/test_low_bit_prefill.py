@@ -55,6 +55,12 @@ class OfTorch:
         return torch.cat(outs).to(q.dtype)
 
 
+def unpack_to(records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, bits: int) -> None:
+    """`kernels.cuda.Decoder.unpack` on the CPU."""
+    for to, numbers in zip((k, v), low_bit.unpack(records[pages], bits, k.shape[-1]), strict=True):
+        to[: len(pages)] = numbers
+
+
 class Server:
     """What a server has before an extend: a pool whose cached tokens are stored, and the new ones."""
 
@@ -95,10 +101,11 @@ class Server:
 
     def prefill(self, room: int, attention: object, decoder: cuda.Decoder | None = None) -> LowBitPrefill:
         case = self.case
-        self.pool.make_tails(len(case.table), case.k.dtype, {self.bits: decoder.store} if decoder else None)
+        store = decoder.store if decoder else functools.partial(low_bit.store, bits=self.bits)
+        self.pool.make_tails(len(case.table), case.k.dtype, {self.bits: store})
         self.pool._tails[:, 0] = self.tails
         workspace = torch.full((2, room, PAGE, KV_HEADS, case.k.shape[2]), torch.nan, dtype=case.k.dtype)
-        unpack = decoder.unpack if decoder else functools.partial(low_bit.unpack_to, bits=self.bits)
+        unpack = decoder.unpack if decoder else functools.partial(unpack_to, bits=self.bits)
         table, workspace = case.table.to(self.device), workspace.to(self.device)
         return LowBitPrefill(self.pool, table, workspace, {self.bits: unpack}, attention, lambda layer, **options: None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -137,6 +138,10 @@ def test_answers_of_2_bits_do_not_depend_on_what_was_cached(servers: dict[str, S
     assert counters["kv_bytes"] == token * counters["kv_tokens"]
 
 
+STORES = {bits: functools.partial(kernels.store, bits=bits) for bits in (4, 2)}
+"""Those of a CPU."""
+
+
 def of_a_head(form: str) -> float:
     """Bytes of a token's K or V."""
     return SHAPE["head_dim"] * FORMATS[form].bytes_with_scales(SHAPE["head_dim"], SHAPE["head_dim"])
@@ -147,7 +152,7 @@ def test_layers_of_two_formats_have_pages_of_two_sizes() -> None:
     pool = pool_class(FORMATS["int2"], (5, 7))(
         128, 64, torch.float32, 2, 32, 2, "cpu", enable_memory_saver=False, start_layer=4
     )
-    pool.make_tails(2, torch.float32)
+    pool.make_tails(2, torch.float32, STORES)
     k, v = torch.randn(2, 64, 2, 32)
     tokens = torch.arange(64)
     for layer, bits in ((4, 2), (5, 4)):
@@ -194,7 +199,7 @@ def test_what_is_kept_in_2_bits_is_rotated(form: str, rotates: bool) -> None:
 
 def make_pool(slots: int, rows: int) -> LowBitKVPool:
     pool = pool_class(FORMATS["int4"])(slots, 64, torch.float32, 2, 32, 1, "cpu", enable_memory_saver=False)
-    pool.make_tails(rows, torch.float32)
+    pool.make_tails(rows, torch.float32, STORES)
     return pool
 
 

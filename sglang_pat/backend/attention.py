@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_pat import compat
 from sglang_pat.backend import verify
 from sglang_pat.backend.check import check_plan
+from sglang_pat.backend.executors import CudaExecutor
 from sglang_pat.backend.extends import paged
 from sglang_pat.backend.extends.pages import LowBitPrefill
 from sglang_pat.backend.extends.planned import PackedExtend
@@ -130,7 +131,8 @@ class PatAttnBackend(AttentionBackend):
         workspace = torch.empty(shape, dtype=runner.dtype, device=runner.device)
         name = compat.stock.prefill_backend(False, runner.kv_cache_dtype, scaled=False)
         logger.info("sglang-pat: prefill runs on %s, over %.0f MiB of pages", name, workspace.nbytes / 2**20)
-        unpack = {group.spec.kv.bits: group.executor.unpack for group in self.groups.single}
+        executors = [(group.spec.kv.bits, group.executor) for group in self.groups.single]
+        unpack = {bits: executor.unpack for bits, executor in executors if isinstance(executor, CudaExecutor)}
         req_to_token = self.req_to_token_pool.req_to_token
         return LowBitPrefill(pool, req_to_token, workspace, unpack, paged.ATTENTIONS[name](), group_of)
 

@@ -41,7 +41,6 @@ class Executor(Protocol):
         description: For the log.
         table: The user's table of tiles (`SGLANG_PAT_TILES`) that the config has its prices from; empty if there is none.
         store: Writes new tokens to a pool of few bits; arguments as for `kernels.low_bit.store`, without `bits`. On a GPU a graph may capture it.
-        unpack: Writes what pages of few bits say; arguments as for `kernels.cuda.Decoder.unpack`.
     """
 
     pack_config: PackConfig
@@ -50,7 +49,6 @@ class Executor(Protocol):
     buffers: list[torch.Tensor]
     description: str
     store: Callable[..., None]
-    unpack: Callable[..., None]
 
     def before_plan(self) -> None:
         """Call this before asking for a plan: afterwards the previous plan's buffer may be overwritten."""
@@ -160,7 +158,6 @@ class CpuExecutor:
         self.buffers = [torch.zeros(size, dtype=torch.int32) for _ in range(2)]
         self.description = f"{workers} threads"
         self.store: Callable[..., None] = functools.partial(low_bit.store, bits=spec.kv.bits)
-        self.unpack: Callable[..., None] = functools.partial(low_bit.unpack_to, bits=spec.kv.bits)
         self._plan: torch.Tensor | None = None
         self._loaded = False
 
@@ -196,7 +193,11 @@ class CpuExecutor:
 
 
 class CudaExecutor:
-    """Runs plans on a GPU. Whatever a captured graph reads stays at its address; a new plan is one copy before a step."""
+    """Runs plans on a GPU. Whatever a captured graph reads stays at its address; a new plan is one copy before a step.
+
+    Attributes:
+        unpack: `kernels.cuda.Decoder.unpack` of its KV.
+    """
 
     def __init__(
         self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec, extends: bool = False, piece: int = 0

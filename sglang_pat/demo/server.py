@@ -145,9 +145,9 @@ class Server(contextlib.AbstractContextManager["Server"]):
         with urllib.request.urlopen(f"{self.url}/server_info", timeout=60) as response:
             return json.load(response)
 
-    def tail(self, lines: int = 30) -> str:
+    def tail(self) -> str:
         """The end of its log."""
-        return "\n".join(line[:300] for line in self.log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(line[:300] for line in self.log.read_text(errors="replace").splitlines()[-30:])
 
     def stop(self) -> None:
         """End it and all of its processes."""

@@ -36,7 +36,7 @@ def prose(seed: str, length: int) -> str:
     return text[:length]
 
 
-def nested_prompts(systems: int, tools: int, questions: int, unrelated: int, seed: int = 0) -> list[str]:
+def nested_prompts(systems: int, tools: int, questions: int, unrelated: int) -> list[str]:
     """Prompts that nest: each system prompt has `tools` tool descriptions, each of them `questions` questions.
 
     Questions differ in length, and the order is shuffled.
@@ -50,7 +50,7 @@ def nested_prompts(systems: int, tools: int, questions: int, unrelated: int, see
         for q in range(questions)
     ]
     prompts += [prose(f"unrelated {i}", 40 + 11 * i) for i in range(unrelated)]
-    random.Random(seed).shuffle(prompts)
+    random.Random(0).shuffle(prompts)
     return prompts
 
 

@@ -94,9 +94,3 @@ def unpack(records: torch.Tensor, bits: int, head_dim: int) -> tuple[torch.Tenso
     k, v = torch.empty(2, records.shape[0], PAGE_TOKENS, records.shape[1], head_dim)
     jit.load("cpu").unpack_pages(records, k, v, bits)
     return k, v
-
-
-def unpack_to(records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, bits: int) -> None:
-    """Write what some pages say, as `kernels.cuda.Decoder.unpack` does, on the CPU; `pages` are ones that there are."""
-    for to, numbers in zip((k, v), unpack(records[pages], bits, k.shape[-1]), strict=True):
-        to[: len(pages)] = numbers

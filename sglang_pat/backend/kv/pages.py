@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,15 +52,13 @@ class LowBitKVPool(MHATokenToKVPool):
         self.v_buffer: list[torch.Tensor] = []
         self._tails = torch.empty(0)
 
-    def make_tails(
-        self, rows: int, dtype: torch.dtype, stores: Mapping[int, Callable[..., None]] | None = None
-    ) -> None:
+    def make_tails(self, rows: int, dtype: torch.dtype, stores: Mapping[int, Callable[..., None]]) -> None:
         """Allocate an unfinished page for each row of `req_to_token`, in the model's dtype.
 
         Args:
-            stores: Executors', which write new tokens, by their bits; None for the CPU's.
+            stores: Executors', which write new tokens, by their bits.
         """
-        self._stores = stores or {bits: functools.partial(low_bit.store, bits=bits) for bits in (4, 2)}
+        self._stores = stores
         shape = (2, self.layer_num, rows, low_bit.PAGE_TOKENS, self.head_num, self.head_dim)
         self._tails = torch.empty(shape, dtype=dtype, device=self.device)
 
