@@ -55,6 +55,31 @@ def importing_kits() -> Iterator[None]:
         yield
     if left_out:
         del sys.modules[UNLOADABLE]
+    from sglang_pat.backend.start import layers
+
+    layers.count = _by_the_pool(layers.count)
+
+
+def _by_the_pool(count: Callable[[Any], collections.Counter[Any]]) -> Callable[[Any], collections.Counter[Any]]:
+    """`layers.count` for the kits, whose runners have no model, or an empty one: layers of their pool's shape, with and without the runner's window."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from sglang_pat import compat
+    from sglang_pat.backend.start.layers import SpecReader, window
+    from sglang_pat.packing import AttentionSpec
+
+    def counted(runner: Any) -> collections.Counter[Any]:
+        if compat.model.attention_layers(runner) or compat.pool.layers_with_kv(runner.token_to_kv_pool) is not None:
+            return count(runner)
+        reader, (pool, *_) = SpecReader(runner), compat.pool.kv_pools(runner.token_to_kv_pool)
+        heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+        latent = compat.pool.latent_dims(pool)
+        shape = (heads, 1, *latent) if latent else (heads, pool.head_num, pool.head_dim, pool.v_head_dim)
+        seen = (0, window(runner.sliding_window_size, reader.context))
+        specs = (AttentionSpec(*shape, reader.form, one, latent=reader.latent) for one in seen)
+        return collections.Counter(dict.fromkeys(specs, pool.layer_num))
+
+    return counted
 
 
 LONGEST = (

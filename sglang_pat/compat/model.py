@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_pat.compat.pool import is_fp8, kv_pools, kv_scales, latent_dims, layers_with_kv
+from sglang_pat.compat.pool import is_fp8, kv_scales, latent_dims, layers_with_kv
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +47,6 @@ def decodes(layer: Any) -> bool:
     from sglang.srt.layers.radix_attention import AttentionType
 
     return layer.attn_type != AttentionType.ENCODER_ONLY
-
-
-def attention_shape(runner: Any) -> tuple[int, int, int, int]:
-    """(heads, kv_heads, head_dim, v_head_dim) of this rank's attention layers."""
-    from sglang.srt.runtime_context import get_parallel
-
-    pool = kv_pools(runner.token_to_kv_pool)[0]
-    # `ModelConfig.get_num_attention_heads` does the same, but SGLang's tests lack it. Models without attention have None heads.
-    heads = max(1, (runner.model_config.num_attention_heads or 0) // get_parallel().attn_tp_size)
-    latent = latent_dims(pool)
-    return (heads, 1, *latent) if latent else (heads, pool.head_num, pool.head_dim, pool.v_head_dim)
 
 
 def has_scales(runner: Any) -> bool:

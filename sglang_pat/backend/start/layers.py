@@ -86,13 +86,6 @@ class SpecReader:
 
 def count(runner: ModelRunner) -> Counter[AttentionSpec]:
     """How many layers of each spec this process decodes, those without a window first. Encoder-only layers do not count."""
-    reader, layers = SpecReader(runner), compat.model.attention_layers(runner)
-    found = Counter(reader.spec(layer) for layer in filter(compat.model.decodes, layers))
-    if not layers and compat.pool.layers_with_kv(runner.token_to_kv_pool) is None:
-        # A draft worker, or a test, may have no model: take layers of the pool's shape, with and without the runner's window.
-        shape, windowed = (
-            AttentionSpec(*compat.model.attention_shape(runner), reader.form, seen, latent=reader.latent)
-            for seen in (0, window(runner.sliding_window_size, reader.context))
-        )
-        found.update(dict.fromkeys((shape, windowed), compat.pool.kv_pools(runner.token_to_kv_pool)[0].layer_num))
+    reader = SpecReader(runner)
+    found = Counter(map(reader.spec, filter(compat.model.decodes, compat.model.attention_layers(runner))))
     return Counter(dict(sorted(found.items(), key=lambda item: item[0].window)))
