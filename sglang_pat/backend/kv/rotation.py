@@ -6,14 +6,7 @@ Attention stays the same: Q K^T = (Q H) (K H)^T / n and P V = (P (V H)) H / n, w
 from __future__ import annotations
 
 import torch
-
-
-def hadamard(channels: int) -> torch.Tensor:
-    """[channels, channels] of 1 and -1, float32, for a power of two; it is symmetric."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < channels:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
+from scipy.linalg import hadamard
 
 
 class Rotation:
@@ -30,7 +23,7 @@ class Rotation:
         # what is stored, so that float16 holds it.
         exponent = self._block.bit_length() - 1
         stored = (exponent + 1) // 2
-        matrix = hadamard(self._block)
+        matrix = torch.from_numpy(hadamard(self._block)).float()
         self._stored = (matrix * 2.0**-stored).to(device, dtype)
         self._other = (matrix * 2.0 ** -(exponent - stored)).to(device, dtype)
 
