@@ -224,7 +224,7 @@ class Picture(msgspec.Struct):
             yield "KV read, by how many requests share it"
             for size, part in self.kv_by_requests.items():
                 name = str(size) if size == 1 else f"{size}-{2 * size - 1}"
-                yield f"{name:>9} {part:>5.0%} {bar(part, 1)}"
+                yield f"{name:>9} {part:>5.0%} {'█' * round(WIDTH * part)}"
             yield ""
         if verbose and self.steps:
             yield (
@@ -258,10 +258,6 @@ def picture(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: floa
         **{name: new[name] for name in ("nodes", "fallbacks", "faults", "too_large")},
         unpacked_because=new.get("unpacked_because", ""),
     )
-
-
-def bar(value: float, most: float) -> str:
-    return "█" * round(WIDTH * min(1, value / most)) if most > 0 else ""
 
 
 def top(url: str, interval: float, once: bool, key: str = "", as_json: bool = False, verbose: bool = False) -> None:

@@ -247,17 +247,12 @@ class PackConfig(msgspec.Struct, frozen=True):
 
     def _cheaper_up_to(self, saved: int, more: int, by_warps: bool) -> int:
         """Up to how many tokens it pays to save `saved` once and spend `more` per token; 0 if single warps would compute fewer than they do at a time."""
-        longest = _crossing(saved, more)
+        if saved <= 0:
+            return 0
+        longest = min(ALWAYS, (saved - 1) // more) if more > 0 else ALWAYS
         return 0 if by_warps and longest < self.tiles.warp_tokens else longest
 
     @property
     def max_bins(self) -> int:
         """The most bins that a plan has."""
         return max(1, MAX_WAVES * self.workers // self.cost.runs)
-
-
-def _crossing(saved: int, more: int) -> int:
-    """Up to how many tokens it pays to save `saved` once and spend `more` per token."""
-    if saved <= 0:
-        return 0
-    return min(ALWAYS, (saved - 1) // more) if more > 0 else ALWAYS

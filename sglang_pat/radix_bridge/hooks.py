@@ -134,15 +134,20 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
     _followers.append(weakref.ref(follower, _followers.remove))
     if not _hooked:
         _hooked = True
+        cached = compat.cache.caching_method()
         following: dict[str, Callable[..., Any]] = {
             _RELEASE: _on_release,
             _BATCH: _on_batch,
             f"{_UNIFIED}._evict_device_leaf": _on_evict_id,
             f"{_UNIFIED}.reset": _on_reset,
-            **{f"{cache}.{name}": _on_cached for cache, name in _caching_methods()},
+            f"{_UNIFIED}.{cached}": _on_cached,
         }
         if compat.cache.radix_cache_serves():
-            following |= {f"{_RADIX}.reset": _on_reset, f"{_RADIX}._delete_leaf": _on_evict_node}
+            following |= {
+                f"{_RADIX}._delete_leaf": _on_evict_node,
+                f"{_RADIX}.reset": _on_reset,
+                f"{_RADIX}.{cached}": _on_cached,
+            }
         if graphs:
             following[_GRAPH_VIEW] = _on_graph_view
         adding: dict[str, Callable[..., Any]] = {_ADD: _on_add, _ADD_CHUNK: _on_add_chunk}
@@ -186,11 +191,6 @@ def defers(cache: Any) -> bool:
 def deferred() -> int:
     """How often a request of this process was deferred by a step because another one was computing its prefix."""
     return _siblings.deferred if _siblings else 0
-
-
-def _caching_methods() -> list[tuple[str, str]]:
-    name = compat.cache.caching_method()
-    return [(_RADIX, name), (_UNIFIED, name)] if compat.cache.radix_cache_serves() else [(_UNIFIED, name)]
 
 
 class Rids(list):  # type: ignore[type-arg]
