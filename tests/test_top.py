@@ -140,7 +140,7 @@ def test_processes_are_added_up() -> None:
 
 @pytest.mark.parametrize(("queries", "size"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (1023, 512)])
 def test_size_classes(queries: int, size: int) -> None:
-    assert metrics.size_class(queries) == size
+    assert metrics.new_by_size({str(queries): 1}, {}) == {size: 1}
 
 
 def test_the_log_line_counts_from_the_last_one(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,18 +41,14 @@ BY_QUERIES = {
 """Counts in `/server_info` by a number of queries, and what `/metrics` shows as `sglang_pat:<name>_total{queries=…}`."""
 
 
-def size_class(queries: int) -> int:
-    """A number of queries, rounded down to a power of two."""
-    return 1 << queries.bit_length() - 1
-
-
 def new_by_size(new: Mapping[str, int], old: Mapping[str, int]) -> dict[int, int]:
-    """How much of each size class was added to counts by numbers of queries, ascending; classes without anything new are left out."""
+    """How much was added to counts by numbers of queries, these rounded down to powers of two, ascending; those without anything new are left out."""
     classes: dict[int, int] = {}
     for size, count in new.items():
         more = count - old.get(size, 0)
         if more:
-            classes[size_class(int(size))] = classes.get(size_class(int(size)), 0) + more
+            rounded = 1 << int(size).bit_length() - 1
+            classes[rounded] = classes.get(rounded, 0) + more
     return dict(sorted(classes.items()))
 
 

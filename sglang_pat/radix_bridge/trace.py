@@ -22,7 +22,7 @@ from msgspec import Meta
 from sglang_pat.packing import PackConfig
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import Event, NodeEvicted, RequestsExpected, Tokens
-from sglang_pat.text import is_showable
+from sglang_pat.text import is_showable, printable
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ LONGEST = 1 << 26
 """Bytes of a record: of 65,536 requests (`Header.max_batch`) with ids of LABEL characters of four bytes it has 54 MB."""
 
 LABEL = 200
-"""How many characters of a client's request id a trace keeps."""
+"""How many characters of a client's request id a trace keeps, and of what is in a trace an error shows."""
 
 
 def is_trace(path: Path) -> bool:
@@ -287,7 +287,7 @@ def _read(path: Path, file: BinaryIO, truncated: bool) -> Iterator[Record]:
         try:
             record = decode(data)
         except _UNDECODABLE as error:
-            raise TraceError(f"{path} is damaged in record {number + 1}: {_shown(error)}") from None
+            raise TraceError(f"{path} is damaged in record {number + 1}: {printable(str(error))[:LABEL]}") from None
         if isinstance(record, Header) != (number == 0):
             raise TraceError(f"{path} is damaged: a header is in record {number + 1}, or missing in the first")
         if isinstance(record, Header) and record.config.piece:
@@ -304,12 +304,9 @@ def _check_format(path: Path, data: bytes) -> None:
     except (*_UNDECODABLE, KeyError, TypeError):
         raise TraceError(f"{path} is damaged: it does not begin with a header") from None
     if found != FORMAT:
-        raise TraceError(f"{path} has trace format {_shown(found)}, this version of sglang-pat reads format {FORMAT}")
-
-
-def _shown(what: object) -> str:
-    """Something from a trace, as a terminal may show it."""
-    return ascii(str(what))[1:-1][:LABEL]
+        raise TraceError(
+            f"{path} has trace format {printable(str(found))[:LABEL]}, this version of sglang-pat reads format {FORMAT}"
+        )
 
 
 def _readable(rid: str) -> str:
