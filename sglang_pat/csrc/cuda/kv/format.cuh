@@ -9,10 +9,15 @@
 
 namespace pat {
 
-// 16-bit KV has the type of Q and needs no conversion.
+enum class KvLayout { kPlain, kPages };  // as in packing/spec.py
 template <typename T, int kName>
-struct KvFormat {
+struct KvFormat;  // of every KvName
+
+// 16-bit KV has the type of Q and needs no conversion.
+template <typename T>
+struct KvFormat<T, kSame> {
   using Product = T;  // operand type of the matrix products
+  static constexpr KvLayout kLayout = KvLayout::kPlain;
   static constexpr int kBytes = 2;
 };
 
@@ -21,6 +26,7 @@ struct KvFormat {
 template <int kName>
 struct KvFormat8 {
   using Product = __half;
+  static constexpr KvLayout kLayout = KvLayout::kPlain;
   static constexpr int kBytes = 1;
 
   // Bytes 0 1 2 3 as the pairs (0, 1) and (2, 3).
@@ -49,6 +55,7 @@ struct KvFormat<T, kFloat8_e5m2> : KvFormat8<kFloat8_e5m2> {};
 template <int kFew>
 struct KvFormatPages {
   using Product = __half;
+  static constexpr KvLayout kLayout = KvLayout::kPages;
   static constexpr int kBits = kFew, kBytes = 0;
 };
 template <typename T>
@@ -57,7 +64,7 @@ template <typename T>
 struct KvFormat<T, kInt2> : KvFormatPages<2> {};
 
 template <typename Kv>
-constexpr bool kIsPages = Kv::kBytes == 0;
+constexpr bool kIsPages = Kv::kLayout == KvLayout::kPages;
 
 // A pair of Q as operand of the products. Values beyond the range of `To` saturate.
 template <typename From, typename To>
