@@ -41,7 +41,7 @@ def derived(name: str) -> GpuTable:
                 item_ns=round(price.item_ns * slower, 1),
                 token_ns=round(max(price.token_ns * slower, reading_ns), 2),
             )
-            for price in known.prices_of(form.bits)
+            for price in known.prices_of(form)
         )
 
     of_16bit, of_8bit, of_4bit, of_2bit = map(prices, PRICED)

@@ -19,8 +19,9 @@ from kernel_cases import TOLERANCE, Case, Run, in_turns, of_latents, spec_of
 from page_cases import Paged, Stored
 from trees import random_batch
 
+from sglang_pat.backend.start.layers import kv_format
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import AttentionSpec, Batch, Node, TileTable, layout
+from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, TileTable, layout
 
 ARCH = "9.0a"
 EQUAL, UNEQUAL = (128, 128), capabilities.UNEQUAL_HEAD_DIMS[0]
@@ -252,7 +253,7 @@ def decoder_with(
 
 def run_for(workers: int, case: Case, change: emulated.Change | None) -> Run:
     """With a plan for so few workers."""
-    tiles = capabilities.tile_table(ARCH, 128, kv_bits=case.spec.kv.bits)
+    tiles = capabilities.tile_table(ARCH, 128, kv=case.spec.kv)
     run = Run(case, decoder_with(change, case.spec, tiles, torch.bfloat16), tiles)
     run.plan = case.plan(tiles, workers)
     run.make_workspace(int(run.plan[2]))
@@ -262,7 +263,7 @@ def run_for(workers: int, case: Case, change: emulated.Change | None) -> Run:
 def fault_of_pages(change: emulated.Change | None) -> str:
     """The same where KV is in pages of few bits. Q has the products' dtype: it is converted nowhere, which waits for all copies."""
     dtype = torch.float16
-    tiles = TileTable(capabilities.query_tiles(ARCH, 128, kv_bits=4), warp_m=capabilities.NARROW_M)
+    tiles = TileTable(capabilities.query_tiles(ARCH, 128, kv=FORMATS["int4"]), warp_m=capabilities.NARROW_M)
     shared = Batch([230] * 4 + [70, 500], [Node(0, 192, [0, 1, 2, 3])])
     wide = Batch([1000] * 60, [Node(0, 960, list(range(40))), Node(0, 704, list(range(40, 60)))])
     for heads, kv_heads, batch in (
@@ -321,7 +322,7 @@ def fault_of_own_queries(change: emulated.Change | None) -> str:
 
 def fault_of_direct(change: emulated.Change | None) -> str:
     """The same of KV of 8 bits and 256 dimensions, by one worker: items of 64 rows, of one to five tiles, and both kinds of items."""
-    tiles = TileTable(capabilities.query_tiles(ARCH, 256, 8))
+    tiles = TileTable(capabilities.query_tiles(ARCH, 256, FORMATS["float8_e4m3fn"]))
     both = Batch([340 + i % 7 for i in range(40)], [Node(0, 300, list(range(40)))])
     for batch, chosen in ((in_turns(90), TileTable((64,))), (in_turns(300), TileTable((64,))), (both, tiles)):
         case = Case(batch, 8, 1, 256, 256, torch.float8_e4m3fn)
@@ -373,7 +374,7 @@ def fault(
 ) -> str:
     """The first one that is found, if any; by the `first` case and policy, or else by the others in order."""
     # Without prices, by which short packs would avoid wide tiles.
-    tiles = TileTable(capabilities.query_tiles(arch, dims[0], 8 * dtype.itemsize))
+    tiles = TileTable(capabilities.query_tiles(arch, dims[0], kv_format(dtype)))
     decoder = decoder_with(change, spec_of(dtype, *dims), tiles, arch=arch)
     made = cases(dtype, dims)
     runs = [(number, policy) for number in range(len(made)) for policy in ("optimal", "naive")]

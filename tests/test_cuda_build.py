@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from sglang_pat import jit
 from sglang_pat.cli import build
 from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.packing import FORMATS, AttentionSpec
+from sglang_pat.packing.spec import KVFormat
 
 pytestmark = pytest.mark.once
 
@@ -175,6 +177,19 @@ def test_deterministic_modules_compile_without_spills(
     found = used(variant)
     print(variant.name, found)
     assert variant.query_tiles[0] == 64 and found.spill_bytes == 0 and not found.serialized
+
+
+@compiles
+def test_a_format_has_a_module_and_a_kv_format_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of another one with as many bits."""
+    known, other = (
+        cuda.Variant.of(AttentionSpec(1, 1, 128, 128, form), "9.0a")
+        for form in (FORMATS["int4"], KVFormat("int4_rows", 4, "pages"))
+    )
+    assert known.name != other.name and known.flags != other.flags
+    monkeypatch.setattr(jit, "NVCC_FLAGS", (*jit.NVCC_FLAGS, "-DkInt4_rows=KvName(99)"))
+    with pytest.raises(jit.BuildError, match=r"incomplete .*KvFormat"):
+        resources.compile_to(tmp_path, other)
 
 
 def test_modules_that_cannot_be_deterministic_are_refused() -> None:

@@ -16,6 +16,7 @@ import torch
 from kernel_cases import Q_DTYPES, TOLERANCE, Case, Drafts, Extended, Run, in_turns, random_trees, spec_of
 from trees import random_batch
 
+from sglang_pat.backend.start.layers import kv_format
 from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.packing import POLICIES, AttentionSpec, Batch, Node, TileTable, WideSteps, layout
 
@@ -107,7 +108,7 @@ def modules() -> None:
         for dtype in (torch.bfloat16, torch.float8_e4m3fn)
         for arch in ARCHS
         for dim, v_dim in TILE_DIMS
-        for m in capabilities.query_tiles(arch, dim, 8 * dtype.itemsize)
+        for m in capabilities.query_tiles(arch, dim, kv_format(dtype))
     ]
     cuda.build([*wanted, *single])
 
@@ -264,9 +265,8 @@ def test_extends_by_every_tile(m: int, arch: str) -> None:
 def test_rows_of_a_query_in_slices(tokens: int, heads: int, dtype: torch.dtype) -> None:
     """Of short items, by single warps; the last slice has some rows of the one before again."""
     arch = ARCHS[0]
-    bits = 8 * dtype.itemsize
-    tiles = of_any_batch(capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv_bits=bits))
-    if not set(tiles.query_tiles) <= set(capabilities.query_tiles(arch, 128, bits)):
+    tiles = of_any_batch(capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv=kv_format(dtype)))
+    if not set(tiles.query_tiles) <= set(capabilities.query_tiles(arch, 128, kv_format(dtype))):
         pytest.skip("not the tiles of this architecture")
     batch = Batch([209, 231, 203, 9, 700], [Node(0, 200, [0, 1, 2])])
     if tokens > 1:
@@ -371,7 +371,7 @@ def with_tails(generator: random.Random) -> Batch:
 def run_for(workers: int, case: Case) -> Run:
     """With a plan for so few: for many, such small batches have no work items with tails."""
     decoded = run(case, ARCHS[0])
-    tiles = capabilities.tile_table(ARCHS[0], case.spec.head_dim, kv_bits=case.spec.kv.bits)
+    tiles = capabilities.tile_table(ARCHS[0], case.spec.head_dim, kv=case.spec.kv)
     decoded.plan = case.plan(tiles, workers)
     decoded.make_workspace(int(decoded.plan[2]))
     return decoded
@@ -432,7 +432,7 @@ def test_policies(policy: str, arch: str) -> None:
 @pytest.mark.parametrize("m", [emulated_slowly(m) for m in capabilities.tile_table(ARCHS[0], 128).query_tiles])
 @pytest.mark.parametrize(("dim", "v_dim"), TILE_DIMS)
 def test_every_tile(dim: int, v_dim: int, m: int, dtype: torch.dtype, arch: str) -> None:
-    if m not in capabilities.query_tiles(arch, dim, 8 * dtype.itemsize):
+    if m not in capabilities.query_tiles(arch, dim, kv_format(dtype)):
         pytest.skip("not a tile of this architecture")
     tiles = TileTable((m,))
     for queries, prefix in ((1, 1), (40, 1), (40, 31), (33, 200), (70, 64), (3, 1000)):
@@ -474,7 +474,7 @@ def test_a_worker_with_more_items_than_threads(dtype: torch.dtype, dim: int, hea
     """They are looked up in turns, wide ones too, whose barriers begin anew."""
     batch = Batch([70] * 520, [Node(0, 60, list(range(first, first + 4))) for first in range(0, 520, 4)])
     case = make_case(batch, heads, 1, dim, dtype)
-    tiles = TileTable(capabilities.query_tiles(arch, dim, 8 * dtype.itemsize)[:3])
+    tiles = TileTable(capabilities.query_tiles(arch, dim, kv_format(dtype))[:3])
     for chosen in (tiles, TileTable(tiles.query_tiles[-1:])):
         turns = run(case, arch, chosen, policy="naive")
         turns.plan = case.plan(chosen, workers=1, policy="naive")

@@ -173,7 +173,7 @@ def test_prices_are_those_of_the_work_items(extend: Extend, config: PackConfig) 
 
 def test_packs_of_extends_are_not_split() -> None:
     """They begin where their first token sees, and whether a plan pays is decided by their prices before."""
-    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv_bits=8)
+    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv=FORMATS["float8_e4m3fn"])
     config = PackConfig.of(AttentionSpec(8, 1, 128, 128, FORMATS["float8_e4m3fn"]), tiles, workers=132)
     batch = Batch([4_116] * 2, [Node(0, 4_096, [0, 1])])
     items = plan(Extend(batch, [8, 8]), config)[0]

@@ -329,7 +329,7 @@ def test_work_items_have_tails_where_a_query_needs_a_group_of_warps(rows: int, q
     spec = AttentionSpec(rows, 1, 128, 128, FORMATS["bfloat16"])
     config = PackConfig.of(spec, tiles, workers=1)
     assert config.tails_queries == queries
-    assert capabilities.has_tails(tiles.query_tiles, rows, 16, 128) == (queries > 1)
+    assert capabilities.has_tails(tiles.query_tiles, rows, spec.kv, 128) == (queries > 1)
     assert PackConfig.of(msgspec.structs.replace(spec, window=500), tiles, workers=1).tails_queries == 1
     batch = Batch([630] * 11 + [1_200], [Node(0, 600, list(range(12)))])
     sizes = [len(item.queries) for item in make_plan(batch, config).items if item.tails]
@@ -475,7 +475,7 @@ def test_bins_are_even_where_a_cut_costs_as_much_as_hundreds_of_tokens(
 ) -> None:
     """Filled once, without knowing what cuts will cost, the longest was 1.18 to 2.0 times as long as the average."""
     spec = AttentionSpec(heads, 8, 128, 128, FORMATS[form], query_tokens=tokens)
-    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv_bits=spec.kv.bits)
+    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv=spec.kv)
     config = PackConfig.of(spec, tiles, workers=132)
     batch = Batch([prefix + own] * requests, [Node(0, prefix, list(range(requests)))])
     prices = bin_prices(make_plan(batch, config), batch.seq_lens, for_batch(batch, config))
@@ -500,7 +500,7 @@ def test_where_a_bin_is_too_long_packs_are_split(
 ) -> None:
     """Where few KV heads make many bins, a work item of 192 rows takes longer to start than others run."""
     spec = AttentionSpec(heads, kv_heads, 128, 128, FORMATS[form])
-    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv_bits=spec.kv.bits)
+    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv=spec.kv)
     batch = Batch([prefix + own] * requests, [Node(0, prefix, list(range(requests)))])
     longest = []
     for splits, m in zip(("none", tiles.splits, "all"), ms, strict=True):
@@ -522,7 +522,7 @@ def test_plans_with_split_packs_are_the_oracles() -> None:
             heads, kv_heads, 128, 128, FORMATS[generator.choice(["bfloat16", "float8_e4m3fn"])],
             query_tokens=generator.choice([1, 1, 4]),
         )  # fmt: skip
-        tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv_bits=spec.kv.bits)
+        tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv=spec.kv)
         batch = random_batch(generator, generator.randint(1, 2), generator.choice([4, 8]), 2_000)
         config, whole = (
             PackConfig.of(spec, one, workers=132) for one in (tiles, msgspec.structs.replace(tiles, splits="none"))
@@ -539,7 +539,7 @@ def test_pages_of_few_bits_are_not_cut(form: str) -> None:
     config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS[form]), TileTable((8, 16)), workers=132)
     bounds = {bound for item in make_plan(batch, config).items for bound in (item.start, item.end) if bound >= 0}
     assert len(bounds) > 10
-    assert all(bound % 64 == 0 for bound in bounds) == FORMATS[form].is_low_bit
+    assert all(bound % 64 == 0 for bound in bounds) == (FORMATS[form].layout == "pages")
 
 
 @pytest.mark.parametrize(
@@ -616,7 +616,7 @@ def test_a_table_without_wide_tiles_keeps_those_of_warps() -> None:
 
 @pytest.mark.parametrize("form", ["int4", "int2"])
 def test_a_prefix_in_few_bits_that_many_share_is_read_by_groups_of_warps_and_tails_by_single_ones(form: str) -> None:
-    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv_bits=FORMATS[form].bits)
+    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv=FORMATS[form])
     config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS[form]), tiles, workers=132)
     plan = make_plan(Batch([2_048 + 64 + 32] * 1024, [Node(0, 2_048, list(range(1024)))]), config)
     shared = [item for item in plan.items if len(item.queries) > 1]

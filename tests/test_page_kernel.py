@@ -39,7 +39,7 @@ def case_of(batch: Batch, heads: int, kv_heads: int, form: str, dim: int = 128, 
 
 
 def check(case: Paged, cap: float = 0.0, policy: str = "optimal", arch: str = ARCH, seeds: int = 1) -> Run:
-    tiles = capabilities.tile_table(arch, case.spec.head_dim, kv_bits=case.spec.kv.bits)
+    tiles = capabilities.tile_table(arch, case.spec.head_dim, kv=case.spec.kv)
     run = Run(case.cap(cap), decoder_of(case.spec, tiles, case.q.dtype, arch), tiles, policy)
     run.check_in_any_order(TOLERANCE[torch.bfloat16], seeds)
     return run
@@ -84,7 +84,7 @@ def test_more_items_than_a_worker_looks_up_at_once(form: str) -> None:
     shared = Batch([70] * 40 + [5] * requests, [Node(0, PAGE, list(range(40)))])
     case, tiles = (
         case_of(shared, heads, heads, form),
-        TileTable(capabilities.query_tiles(ARCH, 128, kv_bits=4)),
+        TileTable(capabilities.query_tiles(ARCH, 128, kv=FORMATS["int4"])),
     )
     run = Run(case, decoder_of(case.spec, tiles, case.q.dtype), tiles, "naive")
     run.check_in_any_order(TOLERANCE[torch.bfloat16])
@@ -96,7 +96,7 @@ def test_more_wide_items_than_a_worker_looks_up_at_once() -> None:
     """Where a look-up begins, the ring's records are those of the first tile again."""
     requests, kv_heads = (5000, 8) if ON_GPU else (800, 1)
     case = case_of(Batch([PAGE] * requests), 32 * kv_heads, kv_heads, "int4", 64)
-    tiles = TileTable(capabilities.query_tiles(ARCH, 64, kv_bits=4))
+    tiles = TileTable(capabilities.query_tiles(ARCH, 64, kv=FORMATS["int4"]))
     run = Run(case, decoder_of(case.spec, tiles, case.q.dtype), tiles, "naive")
     run.check_in_any_order(TOLERANCE[torch.bfloat16], seeds=1)
 
@@ -126,7 +126,7 @@ WIDE = {
 @pytest.mark.parametrize("dim", [128, pytest.param(64, marks=[] if ON_GPU else pytest.mark.slow)])
 def test_wide_items(name: str, form: str, dim: int) -> None:
     heads, kv_heads, batch = WIDE[name]
-    tiles = TileTable(capabilities.query_tiles(ARCH, dim, kv_bits=4))
+    tiles = TileTable(capabilities.query_tiles(ARCH, dim, kv=FORMATS["int4"]))
     case = case_of(batch, heads, kv_heads, form, dim)
     plan = make_plan(batch, case.config(tiles, emulated.WORKERS, "naive"))
     assert any(item.m > capabilities.NARROW_M for item in plan.items)
@@ -140,7 +140,7 @@ def test_wide_items(name: str, form: str, dim: int) -> None:
 def test_numbers_beyond_16_bits_are_no_infinities_in_wide_items(form: str) -> None:
     """As for single warps and for readers of whole pages: the others of a page are right."""
     case, dim = case_of(Batch([128] * 9, [Node(0, 128, list(range(9)))]), 8, 2, form), 128
-    tiles = TileTable(capabilities.query_tiles(ARCH, dim, kv_bits=4))
+    tiles = TileTable(capabilities.query_tiles(ARCH, dim, kv=FORMATS["int4"]))
     assert case.records is not None
     first = low_bit.v_parameters(FORMATS[form].bits, dim)
     parameters = case.records[..., first : first + 4 * PAGE].view(torch.float16)
@@ -170,7 +170,7 @@ def test_q_times_a_scale_of_k_may_be_beyond_16_bits(form: str) -> None:
 
     batch = Batch([200, 330, 264, 150, 64], [Node(0, 128, [0, 1, 2])])
     case = Paged(batch, 8, 2, 128, form, DTYPES[form], DEVICE, edit=widen)
-    tiles = capabilities.tile_table(ARCH, 128, kv_bits=4)
+    tiles = capabilities.tile_table(ARCH, 128, kv=FORMATS["int4"])
     plan = make_plan(batch, case.config(tiles, emulated.WORKERS, "naive"))
     assert {item.m for item in plan.items} == {8, 16}
     run = Run(case, decoder_of(case.spec, tiles, case.q.dtype), tiles, "naive")
@@ -205,7 +205,7 @@ def decoder_of(spec: AttentionSpec, tiles: TileTable, dtype: torch.dtype, arch: 
 
 
 def stored_by(form: str, rows: int, pages: int, dim: int = 128) -> Stored:
-    tiles = capabilities.tile_table(ARCH, dim, kv_bits=4)
+    tiles = capabilities.tile_table(ARCH, dim, kv=FORMATS["int4"])
     decoder = decoder_of(AttentionSpec(8, 2, dim, dim, FORMATS[form]), tiles, DTYPES[form])
     return Stored(form, rows, pages, decoder, DTYPES[form], DEVICE, dim)
 

@@ -23,6 +23,7 @@ from test_extend_plans import Extend, extends, plan
 from trees import batches, configs, random_batch
 
 from sglang_pat.backend.kv.windows import WindowTable
+from sglang_pat.backend.start.layers import kv_format
 from sglang_pat.kernels import capabilities, cpu, cuda
 from sglang_pat.kernels.arguments import Tables
 from sglang_pat.packing import CPU_TILES, Batch, Node, PackConfig, TileTable, WorkItem, layout, native
@@ -488,7 +489,7 @@ def test_two_warpgroups_that_take_turns_are_found_out() -> None:
 
 def tiles_of(dtype: torch.dtype, dim: int = 128, arch: str = ARCHS[0]) -> tuple[int, ...]:
     """Those that add up alike, as servers have them."""
-    return capabilities.alike(capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize)).query_tiles
+    return capabilities.alike(capabilities.tile_table(arch, dim, kv=kv_format(dtype))).query_tiles
 
 
 @pytest.mark.parametrize(

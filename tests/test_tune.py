@@ -21,6 +21,7 @@ pytestmark = pytest.mark.once
 
 TILES = capabilities.tile_table("9.0a", 128)
 H200 = devices.load(devices.TABLES / "h200.json")
+FP8 = FORMATS["float8_e4m3fn"]
 
 
 @pytest.mark.parametrize("name", DERIVED)
@@ -29,7 +30,7 @@ def test_a_table_is_derived_from_a_measured_one(name: str) -> None:
     text = tune.written(derived(name))
     assert text == path.read_text()
     lines, table = text.splitlines(), devices.load(path)
-    prices = sum(len(table.prices_of(bits)) for bits in (16, 8, 4, 2))
+    prices = sum(len(table.prices_of(FORMATS[name])) for name in tile_prices.PRICED)
     assert sum(line.startswith('  {"m": ') and line.rstrip(",").endswith("}") for line in lines) == prices > 0
 
 
@@ -132,18 +133,18 @@ def test_a_table_without_prices_for_a_model_is_not_used_silently(tmp_path: Path)
     """Such as one that was measured with another head dimension, or before there were prices with FP8 KV."""
     path = tmp_path / "mine.json"
     known = devices.load(devices.TABLES / "h200.json")
-    for dim, bits, table in (
-        (128, 16, msgspec.structs.replace(known, head_dim=64)),
-        (128, 16, msgspec.structs.replace(known, prices=known.prices[1:])),
-        (64, 8, msgspec.structs.replace(known, prices_8bit=())),
+    for dim, kv, table in (
+        (128, FORMATS["bfloat16"], msgspec.structs.replace(known, head_dim=64)),
+        (128, FORMATS["bfloat16"], msgspec.structs.replace(known, prices=known.prices[1:])),
+        (64, FP8, msgspec.structs.replace(known, prices_8bit=())),
     ):
         with (
             pytest.raises(
-                devices.TablesError, match=f"mine.json .*no prices for head dimension {dim} with KV of {bits} bits"
+                devices.TablesError, match=f"mine.json .*no prices for head dimension {dim} with KV of {kv.bits} bits"
             ),
             devices.used(str(path)),
         ):
-            capabilities.tile_table("9.0a", dim, "NVIDIA H200", table, bits)
+            capabilities.tile_table("9.0a", dim, "NVIDIA H200", table, kv)
         assert capabilities.tile_table("9.0a", 256, "NVIDIA H200", table).token_ns == (), "prices do not scale up"
 
 
@@ -179,10 +180,10 @@ def test_prices_of_other_dimensions_are_not_scaled_to_larger_ones_nor_those_of_l
     wide, latents = (devices.load(devices.TABLES / f"h200-{dim}.json") for dim in (256, 576))
     wide = msgspec.structs.replace(wide, prices_8bit=latents.prices_8bit)
     for dim, table in ((192, wide), (192, latents), (256, latents)):
-        assert capabilities.tile_table("9.0a", dim, "NVIDIA H200", table, 8) == TileTable(
-            capabilities.query_tiles("9.0a", dim, 8)
+        assert capabilities.tile_table("9.0a", dim, "NVIDIA H200", table, FP8) == TileTable(
+            capabilities.query_tiles("9.0a", dim, FP8)
         )
-    assert capabilities.tile_table("9.0a", 256, "NVIDIA H200", wide, 8).token_ns != ()
+    assert capabilities.tile_table("9.0a", 256, "NVIDIA H200", wide, FP8).token_ns != ()
     with pytest.raises(ValueError, match="no prices for head dimension 128 with KV of 16 bits"):
         capabilities.tile_table("8.0", 128, "NVIDIA A100", latents)
 

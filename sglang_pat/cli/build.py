@@ -65,7 +65,7 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
         for one in specs:
             # Extends of KV in few bits run over a workspace (backend/extends/pages.py), those of latents on a stock backend; those of drafts are the
             # first two specs'.
-            extends = one.query_tokens == 1 and not (form.is_low_bit or spec.latent)
+            extends = one.query_tokens == 1 and not (form.layout == "pages" or spec.latent)
             made = cuda.variants(one, arch, dtype=getattr(torch, name), extends=extends, alike=options.deterministic)
             found.update(dict.fromkeys(made))
     return list(found)

@@ -60,7 +60,7 @@ def spec_of(head_dim: int, kv: str) -> AttentionSpec:
 
 def fitted(spec: AttentionSpec, m: int) -> Price:
     """A price with the factors of an H200's table of the head dimension, else of its usual one; those of latents are not taken over."""
-    known = () if spec.latent else (devices.find("", H200.gpu, spec.head_dim) or H200).prices_of(spec.kv.bits)
+    known = () if spec.latent else (devices.find("", H200.gpu, spec.head_dim) or H200).prices_of(spec.kv)
     return next((price for price in known if price.m == m), Price(m, 0, 0, 1, 1))
 
 
@@ -104,7 +104,7 @@ class Bench:
         from sglang_pat.kernels.arguments import KvView
 
         torch, dim, v_dim = self.torch, self.spec.head_dim, self.spec.v_head_dim
-        if not self.spec.kv.is_low_bit:
+        if self.spec.kv.layout == "plain":
             kept = getattr(torch, self.spec.kv.name)
             k = torch.randn(kv_tokens, 1, dim, device=self.device).to(kept)
             v = k[..., :v_dim] if self.spec.latent else torch.randn(kv_tokens, 1, v_dim, device=self.device).to(kept)
@@ -215,10 +215,10 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
             continue
         spec = spec_of(head_dim, name)
         problem = capabilities.refusal(spec, "cuda") or (
-            capabilities.pages_problem(spec, cuda.arch_of(device)) if spec.kv.is_low_bit else None
+            capabilities.pages_problem(spec, cuda.arch_of(device)) if spec.kv.layout == "pages" else None
         )
         if problem is not None:
             print(f"KV of {bits} bits: not measured, as the CUDA kernels do not compute {problem}")
         else:
-            table = msgspec.structs.replace(table, **{f"prices_{bits}bit": Bench(head_dim, dtype, name).prices(share)})
+            table = msgspec.structs.replace(table, **{devices.PRICES[name]: Bench(head_dim, dtype, name).prices(share)})
     return msgspec.structs.replace(table, source=source)

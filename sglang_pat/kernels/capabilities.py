@@ -6,8 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from sglang_pat.packing import AttentionSpec, PackConfig, TileTable, devices
+from sglang_pat.packing import FORMATS, AttentionSpec, PackConfig, TileTable, devices
 from sglang_pat.packing.devices import GpuTable
+from sglang_pat.packing.spec import KVFormat
 
 Device = Literal["cpu", "cuda"]
 
@@ -43,7 +44,7 @@ KV_FORMATS: dict[Device, tuple[str, ...]] = {
 """The names in `packing.FORMATS` that each executor reads."""
 
 LOW_BIT_HEAD_DIM_STEP = 32
-"""What head dimensions have to be a multiple of where KV has less than 8 bits (`LowBit` in csrc/cpu/low_bit.h)."""
+"""What head dimensions have to be a multiple of where KV is in pages of few bits (`LowBit` in csrc/cpu/low_bit.h)."""
 
 PAGES_HEAD_DIMS = (64, 128)
 """Head dimensions of the CUDA kernels for pages of few bits (`Record` in csrc/cuda/kv/page_record.cuh)."""
@@ -79,7 +80,7 @@ def arch_name(major: int, minor: int) -> str:
     return f"{major}.{minor}a" if major == 9 else f"{major}.{minor}"
 
 
-def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
+def query_tiles(arch: str, head_dim: int, kv: KVFormat = FORMATS["bfloat16"]) -> tuple[int, ...]:
     """Every m of an architecture's kernels. 128 rows take two warpgroups, 192 three: with KV of 8 bits the third one converts (csrc/cuda/threads.cuh,
     `wide_warpgroups`). On Hopper, above 128 dimensions:
 
@@ -93,16 +94,16 @@ def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
         head_dim: K's, one of HEAD_DIMS.
-        kv_bits: Bits of an element of KV. Pages of few bits have wide items on Hopper only (csrc/cuda/kv/page.cuh).
+        kv: How K and V are stored. Pages of few bits have wide items on Hopper only (csrc/cuda/kv/page.cuh).
     """
     if head_dim <= 128 and arch.startswith("9."):
-        return (8, NARROW_M, 64, 128) if kv_bits == 8 else (8, NARROW_M, 64, 128, 192)
-    if kv_bits < 8:
+        return (8, NARROW_M, 64, 128) if kv.bits == 8 else (8, NARROW_M, 64, 128, 192)
+    if kv.layout == "pages":
         return (8, NARROW_M)
     if not arch.startswith("9."):
         return (8, NARROW_M, 64)
     narrow = (8,) if head_dim > 192 else (8, NARROW_M)
-    return (*narrow, 64) if kv_bits == 8 else (*narrow, 64, 128)
+    return (*narrow, 64) if kv.bits == 8 else (*narrow, 64, 128)
 
 
 def latent_query_tiles(arch: str) -> tuple[int, ...]:
@@ -114,7 +115,7 @@ def tiles_of(spec: AttentionSpec, arch: str) -> tuple[int, ...]:
     """Every m of the kernels for a spec."""
     if spec.latent:
         return latent_query_tiles(arch)
-    return query_tiles(arch, spec.head_dim, spec.kv.bits)
+    return query_tiles(arch, spec.head_dim, spec.kv)
 
 
 def holds_several(spec: AttentionSpec, arch: str) -> bool:
@@ -160,24 +161,26 @@ def tiles_for_drafts(query_tiles: tuple[int, ...], rows: int) -> tuple[int, ...]
     return query_tiles[1:] if query_tiles[0] < rows <= NARROW_M and len(query_tiles) > 1 else query_tiles
 
 
-def has_tails(query_tiles: tuple[int, ...], rows: int, kv_bits: int, head_dim: int) -> bool:
+def has_tails(query_tiles: tuple[int, ...], rows: int, kv: KVFormat, head_dim: int) -> bool:
     """Whether a module has work items with tails (`plan.WorkItem`), which need a warpgroup for each query. Pages of few bits have a loader of
     their own, which does not know them.
 
     Args:
         query_tiles: As `query_tiles` returns it.
         rows: Of a query: query heads of a KV head for each of its tokens.
-        kv_bits: Bits of an element of KV.
+        kv: How K and V are stored.
         head_dim: K's, one of HEAD_DIMS.
     """
     return (
         head_dim <= TAILS_DIM
-        and kv_bits >= 8
+        and kv.layout == "plain"
         and TileTable(query_tiles, tails_m=WARPGROUP_ROWS).tails_queries(rows) > 1
     )
 
 
-def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bits: int = 16) -> TileTable:
+def tile_table(
+    arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv: KVFormat = FORMATS["bfloat16"]
+) -> TileTable:
     """The tiles of a GPU, with their prices if these are known.
 
     Args:
@@ -185,12 +188,12 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
         head_dim: K's, one of HEAD_DIMS.
         gpu: The GPU's name.
         table: Prices to use instead of the GPU's own table.
-        kv_bits: Bits of an element of KV. Pages of few bits have no prices where they have no wide tiles.
+        kv: How K and V are stored. Pages of few bits have no prices where they have no wide tiles.
 
     Raises:
         ValueError: `table` is given, and has no prices of these tiles.
     """
-    tiles = query_tiles(arch, head_dim, kv_bits)
+    tiles = query_tiles(arch, head_dim, kv)
     if tiles[-1] == NARROW_M:
         return TileTable(tiles, warp_m=NARROW_M, warp_tokens=WARP_TOKENS)
     chosen, table = table, table or devices.find(arch, gpu, head_dim)
@@ -200,15 +203,15 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
         head_dim == table.head_dim or (head_dim <= MEASURED_DIM and head_dim < table.head_dim <= HEAD_DIMS[-1])
     ):
         by_warps = max(m for m in tiles if m <= NARROW_M)
-        priced = table.tiles(tiles, head_dim, by_warps, WARP_TOKENS, kv_bits)
+        priced = table.tiles(tiles, head_dim, by_warps, WARP_TOKENS, kv)
         if priced is not None and by_warps < NARROW_M:
             priced = msgspec.structs.replace(priced, slice_token_ns=0)  # kernels slice by NARROW_M rows
         if priced is not None:
-            tails = kv_bits >= 8 and head_dim <= TAILS_DIM
+            tails = kv.layout == "plain" and head_dim <= TAILS_DIM
             return msgspec.structs.replace(priced, tails_m=WARPGROUP_ROWS) if tails else priced
     # A model's larger dimensions have a table of their own or none: one of others is no fault.
     if chosen is not None and (head_dim <= MEASURED_DIM or chosen.head_dim == head_dim):
-        raise _unpriced(head_dim, kv_bits)
+        raise _unpriced(head_dim, kv.bits)
     return TileTable(tiles)
 
 
@@ -229,11 +232,11 @@ def tile_table_of(spec: AttentionSpec, arch: str, gpu: str = "", table: GpuTable
         if table is None or table.head_dim != spec.head_dim:
             return TileTable(tiles)
         # A CTA computes every item together: there are no tiles of single warps.
-        priced = table.tiles(tiles, spec.head_dim, 0, 1, spec.kv.bits)
+        priced = table.tiles(tiles, spec.head_dim, 0, 1, spec.kv)
         if priced is None and chosen is not None:
             raise _unpriced(spec.head_dim, spec.kv.bits)
         return priced or TileTable(tiles)
-    return tile_table(arch, spec.head_dim, gpu, table, spec.kv.bits)
+    return tile_table(arch, spec.head_dim, gpu, table, spec.kv)
 
 
 def alike(tiles: TileTable) -> TileTable:
@@ -243,7 +246,7 @@ def alike(tiles: TileTable) -> TileTable:
 
 
 def low_bit_problem(head_dim: int, v_head_dim: int) -> str | None:
-    """What of these dimensions of K and V is not kept in less than 8 bits."""
+    """What of these dimensions of K and V is not kept in pages of few bits."""
     if head_dim != v_head_dim:
         return f"head dimensions of {head_dim} (K) and {v_head_dim} (V)"
     if head_dim % LOW_BIT_HEAD_DIM_STEP or head_dim > CPU_HEAD_DIM:
@@ -280,7 +283,7 @@ def refusal(spec: AttentionSpec, device: Device) -> str | None:
     """What in a spec the device's executor cannot compute; None if it computes everything."""
     if spec.kv.name not in KV_FORMATS[device]:
         return f"a KV cache of {spec.kv.name}"
-    if spec.kv.is_low_bit:
+    if spec.kv.layout == "pages":
         windows = f"windows with a KV cache of {spec.kv.name}" if spec.window else None
         return pages_problem(spec) if device == "cuda" else windows or low_bit_problem(spec.head_dim, spec.v_head_dim)
     if device == "cuda":

@@ -35,7 +35,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         sinks: Whether heads have attention sinks.
         masks: Whether queries are drafts of several tokens.
         limits: Whether the queries of a work item see different spans of its KV: each up to its own end, and within its window.
-        bits: 4 or 2 if KV is in pages of so many bits, else 0.
+        form: The format of KV by its name, where its layout is not plain.
         caps: Whether scores are capped.
         tails: Whether work items may have tails (`capabilities.has_tails`).
         latent: Whether V is the first columns of K.
@@ -52,7 +52,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     sinks: bool = False
     masks: bool = False
     limits: bool = False
-    bits: int = 0
+    form: str = ""
     caps: bool = False
     tails: bool = False
     latent: bool = False
@@ -76,11 +76,13 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         Raises:
             ValueError: There are no kernels for the spec, or not with this dtype of Q.
         """
-        low_bit = spec.kv.is_low_bit
+        plain = spec.kv.layout == "plain"
         if spec.latent:
             refusal = capabilities.latent_spec_problem(spec)
+        elif spec.kv.layout == "pages":
+            refusal = capabilities.pages_problem(spec, arch, limits)
         else:
-            refusal = capabilities.pages_problem(spec, arch, limits) if low_bit else capabilities.refusal(spec, "cuda")
+            refusal = capabilities.refusal(spec, "cuda")
         if refusal is not None:
             raise ValueError(f"the CUDA kernels do not compute {refusal}")
         if spec.head_dim > 128 and arch not in capabilities.LARGE_SHARED and not spec.latent:
@@ -91,11 +93,11 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         tiles = query_tiles or all_tiles
         if alike:
             tiles = capabilities.alike(TileTable(tiles)).query_tiles
-            if low_bit or spec.latent:
+            if not plain or spec.latent:
                 raise ValueError(
                     "the CUDA kernels do not compute latents or KV of few bits with the same bits in any batch"
                 )
-        kv = dtype or torch.bfloat16 if low_bit else getattr(torch, spec.kv.name)
+        kv = getattr(torch, spec.kv.name) if plain else dtype or torch.bfloat16
         dtype = dtype or (kv if kv in TYPES else torch.bfloat16)
         if dtype not in TYPES or (kv in TYPES and kv != dtype):
             raise ValueError(f"the CUDA kernels do not compute Q of {dtype} with a KV cache of {kv}")
@@ -106,13 +108,12 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         limits = limits or ((masks or alike) and spec.window > 0)
         # Of all tiles together, because a plan is made for all of them.
         tails = not (limits or spec.window or spec.latent or alike) and capabilities.has_tails(
-            all_tiles, rows, spec.kv.bits, spec.head_dim
+            all_tiles, rows, spec.kv, spec.head_dim
         )
         straddles = not limits and capabilities.straddles(spec, query_tiles or all_tiles)
-        bits = spec.kv.bits if low_bit else 0
         return cls(
-            dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, bits, spec.capped, tails, spec.latent, alike,
-            straddles,
+            dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, "" if plain else spec.kv.name, spec.capped, tails,
+            spec.latent, alike, straddles,
         )  # fmt: skip
 
     @property
@@ -125,13 +126,13 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             for name in ("sinks", "masks", "limits", "caps", "tails", "latent", "alike", "straddles")
             if getattr(self, name)
         )
-        pages = f"_int{self.bits}" if self.bits else ""
-        return f"sglang_pat_{dtype}{pages}_{dims}_sm{self.arch.replace('.', '')}_m{tiles}{features}"
+        form = f"_{self.form}" if self.form else ""
+        return f"sglang_pat_{dtype}{form}_{dims}_sm{self.arch.replace('.', '')}_m{tiles}{features}"
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Compiler flags: the macros that csrc/cuda/variant.cuh reads."""
-        kv = f"int{self.bits}" if self.bits else "same" if self.kv == self.dtype else str(self.kv).split(".")[-1]
+        kv = self.form or ("same" if self.kv == self.dtype else str(self.kv).split(".")[-1])
         return (
             f"-DPAT_TYPE={TYPES[self.dtype]}",
             f"-DPAT_KV=pat::k{kv.capitalize()}",

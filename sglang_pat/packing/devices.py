@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from sglang_pat.packing.spec import FORMATS, KVFormat
 from sglang_pat.packing.tiles import Splits, TileTable, WideSteps
 from sglang_pat.text import printable
 
@@ -19,6 +20,12 @@ TABLES = Path(__file__).parent / "tables"
 
 BY_ARCH = {"9": "h200", "8.0": "a100"}
 """The table for a GPU without its own, by its compute capability or the major part of that."""
+
+PRICES = {
+    "float16": "prices", "bfloat16": "prices", "float8_e4m3fn": "prices_8bit", "float8_e5m2": "prices_8bit", "int4": "prices_4bit",
+    "int2": "prices_2bit",
+}  # fmt: skip
+"""Which prices of a table a format has, by its name in `packing.FORMATS`. One whose kernels take other times has prices of its own, or none."""
 
 
 LARGEST = 1 << 20
@@ -110,32 +117,33 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     splits_8bit: Splits = "none"
 
     def __post_init__(self) -> None:
-        for bits in (16, 8, 4, 2):
-            every = [price.m for price in self.prices_of(bits)]
+        for kv in FORMATS.values():
+            every = [price.m for price in self.prices_of(kv)]
             if every != sorted(set(every)):
-                raise ValueError(f"prices with KV of {bits} bits must have ascending m, each one once")
+                raise ValueError(f"prices with KV of {kv.bits} bits must have ascending m, each one once")
 
-    def prices_of(self, kv_bits: int) -> tuple[Price, ...]:
-        """The prices with KV of so many bits; empty if they were not measured."""
-        return {16: self.prices, 8: self.prices_8bit, 4: self.prices_4bit, 2: self.prices_2bit}.get(kv_bits, ())
+    def prices_of(self, kv: KVFormat) -> tuple[Price, ...]:
+        """The prices with KV of this format; empty if they were not measured."""
+        return getattr(self, PRICES[kv.name]) if kv.name in PRICES else ()
 
     def tiles(
-        self, query_tiles: tuple[int, ...], head_dim: int, warp_m: int, warp_tokens: int, kv_bits: int = 16
-    ) -> TileTable | None:
+        self, query_tiles: tuple[int, ...], head_dim: int, warp_m: int, warp_tokens: int, kv: KVFormat = FORMATS["bfloat16"],
+    ) -> TileTable | None:  # fmt: skip
         """The tiles with their prices in plans; None if an m has no price.
 
         Args:
             query_tiles: Every m, ascending.
             head_dim: The model's head dimension.
             warp_m, warp_tokens: As of `TileTable`.
-            kv_bits: Bits of an element of KV.
+            kv: How K and V are stored.
         """
-        prices = {price.m: price for price in self.prices_of(kv_bits)}
+        prices = {price.m: price for price in self.prices_of(kv)}
         if not all(m in prices for m in query_tiles):
             return None
         found = [prices[m] for m in query_tiles]
         scale = head_dim / self.head_dim
-        fitted = kv_bits == 16 and head_dim == self.head_dim
+        bits = kv.bits if kv.layout == "plain" else 0
+        fitted = bits == 16 and head_dim == self.head_dim
 
         def scaled(times: list[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
             return tuple(token * scale for _, token in times), tuple(item for item, _ in times)
@@ -146,7 +154,7 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
             *packs,
             warp_m,
             warp_tokens,
-            {16: self.slice_token_ns, 8: self.slice_token_8bit_ns}.get(kv_bits, 0) * scale,
+            {16: self.slice_token_ns, 8: self.slice_token_8bit_ns}.get(bits, 0) * scale,
             self.turn_in_plans_ns,
             self.bin_ns,
             self.wave_ns,
@@ -155,7 +163,7 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
             self.wide_steps if fitted else WideSteps(),
             *bins if fitted and bins != packs else ((), ()),
             narrow_first_ns=self.narrow_first_ns if fitted else 0,
-            splits={16: self.splits, 8: self.splits_8bit}.get(kv_bits, "none") if head_dim == self.head_dim else "none",
+            splits={16: self.splits, 8: self.splits_8bit}.get(bits, "none") if head_dim == self.head_dim else "none",
         )
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from sglang_pat.packing.constants import KV_TILE, MAX_WAVES
 from sglang_pat.packing.cost import CostModel, Count
-from sglang_pat.packing.spec import LOW_BIT_PAGE, AttentionSpec, Window
+from sglang_pat.packing.spec import AttentionSpec, Window
 from sglang_pat.packing.tiles import TileTable
 
 GRAIN = 8
@@ -65,10 +65,10 @@ class PackConfig(msgspec.Struct, frozen=True):
     def of(
         cls, spec: AttentionSpec, tiles: TileTable, workers: int, policy: Policy = "optimal", piece: int = 0
     ) -> PackConfig:
-        """The config for layers of a spec. Their query heads are split if the largest tile has fewer rows. Pages of few bits are not cut, nor
-        are KV tiles of latents: half of one takes as long as all of it."""
+        """The config for layers of a spec. Their query heads are split if the largest tile has fewer rows. What a format stores together is not
+        cut, nor are KV tiles of latents: half of one takes as long as all of it."""
         cost = spec.cost(tiles.head_splits(spec.query_heads, spec.kv_heads))
-        grain = LOW_BIT_PAGE if spec.kv.is_low_bit else KV_TILE if spec.latent else GRAIN
+        grain = max(spec.kv.grain, KV_TILE if spec.latent else GRAIN)
         return cls(cost, tiles, workers, policy, spec.planned_window, grain, spec.query_tokens > 1, piece, spec.latent)
 
     @property

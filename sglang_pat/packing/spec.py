@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -15,30 +15,33 @@ Window = Annotated[int, msgspec.Meta(ge=0, le=MAX_WINDOW)]
 
 
 LOW_BIT_PAGE = 64
-"""Tokens that a format of less than 8 bits quantises together (csrc/cpu/low_bit.h, `kPageTokens`)."""
+"""Tokens of a page (csrc/cpu/low_bit.h, `kPageTokens`)."""
 
 
 class KVFormat(msgspec.Struct, frozen=True):
     """How K and V are stored.
 
     Attributes:
-        name: Torch's name of the dtype; `int4` and `int2` are pages of so many bits.
-        bits: Bits of an element. Formats of 8 bits have one scale for all of K and one for all of V. Formats of less have a scale and a zero, of
-            16 bits each, for every channel of K in a page and for every token of V.
+        name: Torch's name of the dtype, which stands for a plain format; others have names of ours.
+        bits: Bits of an element.
+        layout: Where elements and scales are. `plain`: each slot has K and V of a token; with 8 bits there is one scale for all of K and one for all of
+            V. `pages`: full pages of LOW_BIT_PAGE tokens have a scale and a zero, of 16 bits each, for every channel of K and for every token of V; the
+            tokens behind them have the model's dtype.
     """
 
     name: str
     bits: Count
+    layout: Literal["plain", "pages"] = "plain"
 
     @property
-    def is_low_bit(self) -> bool:
-        """Whether only full pages have this format; the tokens behind them have the model's dtype."""
-        return self.bits < 8
+    def grain(self) -> int:
+        """Tokens that are stored together: on a GPU plans do not cut them."""
+        return LOW_BIT_PAGE if self.layout == "pages" else 1
 
     def bytes_with_scales(self, head_dim: int, v_head_dim: int) -> float:
-        """Bytes of an element, with its share of scales and zeros."""
-        parameters = 32 * (head_dim / LOW_BIT_PAGE + 1) / (head_dim + v_head_dim) if self.is_low_bit else 0
-        return (self.bits + parameters) / 8
+        """Bytes of an element, with its share of what the layout stores beside it."""
+        parameters = 32 * (head_dim / LOW_BIT_PAGE + 1) if self.layout == "pages" else 0  # bits of a token
+        return (self.bits + parameters / (head_dim + v_head_dim)) / 8
 
 
 FORMATS = {
@@ -49,8 +52,8 @@ FORMATS = {
         KVFormat("bfloat16", 16),
         KVFormat("float8_e4m3fn", 8),
         KVFormat("float8_e5m2", 8),
-        KVFormat("int4", 4),
-        KVFormat("int2", 2),
+        KVFormat("int4", 4, "pages"),
+        KVFormat("int2", 2, "pages"),
     )
 }
 """Formats that at least one executor reads; `capabilities.refusal` says which."""

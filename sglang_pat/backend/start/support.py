@@ -227,7 +227,7 @@ def _low_bit_problem(runner: Any) -> str | None:
         return f"for MLA models like {_name(runner)}"
     if compat.pool.is_fp8(runner.kv_cache_dtype):
         return "for a checkpoint that wants 8 bits"
-    if not layers.format_of(runner).is_low_bit:
+    if layers.format_of(runner).layout == "plain":
         return "where SGLang or another plugin keeps KV in pools of another kind, as SGLang does for windows"
     if on_gpu and compat.stock.prefill_backend(False, runner.kv_cache_dtype, scaled=False) == "triton":
         return "on this GPU without FlashInfer, whose attention its prefill needs"
@@ -348,7 +348,7 @@ def _spec_problem(spec: AttentionSpec, device: capabilities.Device, drafted: int
     if device == "cpu" and spec.query_heads > MAX_ROWS * spec.kv_heads:
         most = MAX_ROWS * spec.kv_heads // spec.heads
         return f"drafts of {spec.query_tokens} tokens with {spec.heads} heads over {spec.kv_heads} of KV on a CPU (at most {most})"
-    if spec.sinks and spec.kv.is_low_bit and device == "cuda":
+    if spec.sinks and spec.kv.layout == "pages" and device == "cuda":
         return f"attention sinks with a KV cache of {spec.kv.name} on a GPU"
     return capabilities.refusal(spec, device)
 
