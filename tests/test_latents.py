@@ -31,7 +31,8 @@ from trees import random_batch
 from sglang_pat import compat, model_config, plugin
 from sglang_pat.backend import create
 from sglang_pat.backend.kv import NewTokens
-from sglang_pat.backend.kv.latent import LatentStore, store_of
+from sglang_pat.backend.kv.choose import store_of
+from sglang_pat.backend.kv.latent import LatentStore
 from sglang_pat.backend.kv.plain import PlainStore
 from sglang_pat.backend.start import layers, support
 from sglang_pat.cli import build
@@ -326,7 +327,10 @@ def test_latents_of_few_bits_are_refused() -> None:
 def test_latents_are_written_once_and_v_is_part_of_them(dtype: torch.dtype) -> None:
     # As 0.5.17 makes the pool on a plugin's platform.
     pool = latent_pool(dtype, index_head_dim=None)
-    store, layer = store_of(pool), RadixAttention(4, 80, 1.0, 1, layer_id=1, v_head_dim=64)
+    store, layer = (
+        store_of(SimpleNamespace(token_to_kv_pool=pool), []),
+        RadixAttention(4, 80, 1.0, 1, layer_id=1, v_head_dim=64),
+    )
     assert isinstance(store, LatentStore)
     k, slots = torch.randn(3, 1, 80), torch.tensor([5, 1, 9])
     layer.k_scale = torch.tensor(2.0)
@@ -340,7 +344,10 @@ def test_latents_are_written_once_and_v_is_part_of_them(dtype: torch.dtype) -> N
 
 def test_other_pools_are_written_as_ever() -> None:
     pool = MHATokenToKVPool(8, 1, torch.float32, 2, 16, 1, "cpu", enable_memory_saver=False)
-    assert type(store_of(pool)) is PlainStore and compat.pool.latent_dims(pool) is None
+    assert (
+        type(store_of(SimpleNamespace(token_to_kv_pool=pool), [])) is PlainStore
+        and compat.pool.latent_dims(pool) is None
+    )
     sparse = latent_pool()
     sparse.use_dsa = True
     assert compat.pool.latent_dims(sparse) is None

@@ -94,20 +94,22 @@ class Server:
             rids=None,
         )  # fmt: skip
         self.tails = written.tails
-        self.bits = FORMATS[form].bits
+        self.form = FORMATS[form]
         self.layer = SimpleNamespace(
             layer_id=0, tp_q_head_num=HEADS, qk_head_dim=dim, scaling=case.scale, logit_cap=0.0
         )
 
     def prefill(self, room: int, attention: object, decoder: cuda.Decoder | None = None) -> LowBitPrefill:
         case = self.case
-        store = decoder.store if decoder else functools.partial(low_bit.store, bits=self.bits)
-        self.pool.make_tails(len(case.table), case.k.dtype, {self.bits: store})
+        store = decoder.store if decoder else functools.partial(low_bit.store, bits=self.form.bits)
+        self.pool.make_tails(len(case.table), case.k.dtype, {self.form.name: store})
         self.pool._tails[:, 0] = self.tails
         workspace = torch.full((2, room, PAGE, KV_HEADS, case.k.shape[2]), torch.nan, dtype=case.k.dtype)
-        unpack = decoder.unpack if decoder else functools.partial(unpack_to, bits=self.bits)
+        unpack = decoder.unpack if decoder else functools.partial(unpack_to, bits=self.form.bits)
         table, workspace = case.table.to(self.device), workspace.to(self.device)
-        return LowBitPrefill(self.pool, table, workspace, {self.bits: unpack}, attention, lambda layer, **options: None)
+        return LowBitPrefill(
+            self.pool, table, workspace, {self.form.name: unpack}, attention, lambda layer, **options: None
+        )
 
     def run(self, prefill: LowBitPrefill) -> torch.Tensor:
         """Attention of the new tokens, [tokens, heads, head_dim] on the host; what is behind them is checked."""
@@ -200,7 +202,7 @@ def test_attention_on_a_gpu(name: str, form: str, room: int) -> None:
         pytest.skip("needs Hopper")
     server = Server(form, 128, torch.bfloat16, CACHED, ADDED, "cuda")
     device = torch.device("cuda", 0)
-    tiles = capabilities.tile_table(cuda.arch_of(device), 128, kv_bits=4)
+    tiles = capabilities.tile_table(cuda.arch_of(device), 128, kv=FORMATS["int4"])
     decoder = cuda.Decoder(server.case.spec, tiles, device, dtype=torch.bfloat16)
     out = server.run(server.prefill(room, ATTENTIONS[name](), decoder))
     # Numbers of pages, weights of V and the output are rounded to bfloat16.

@@ -138,7 +138,7 @@ def test_answers_of_2_bits_do_not_depend_on_what_was_cached(servers: dict[str, S
     assert counters["kv_bytes"] == token * counters["kv_tokens"]
 
 
-STORES = {bits: functools.partial(kernels.store, bits=bits) for bits in (4, 2)}
+STORES = {f"int{bits}": functools.partial(kernels.store, bits=bits) for bits in (4, 2)}
 """Those of a CPU."""
 
 

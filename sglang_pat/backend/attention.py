@@ -19,9 +19,8 @@ from sglang_pat.backend.extends.pages import LowBitPrefill
 from sglang_pat.backend.extends.planned import PackedExtend
 from sglang_pat.backend.extends.prefill import Prefill
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
-from sglang_pat.backend.kv import Store
-from sglang_pat.backend.kv.latent import store_of
-from sglang_pat.backend.kv.pages import LowBitKVPool, PagesStore
+from sglang_pat.backend.kv.choose import store_of
+from sglang_pat.backend.kv.pages import LowBitKVPool
 from sglang_pat.backend.kv.rotation import Rotation
 from sglang_pat.backend.reporter import Reporter
 from sglang_pat.backend.start import layers, low_bit
@@ -84,7 +83,7 @@ class PatAttnBackend(AttentionBackend):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
         self.step = Step(runner, groups)
-        self.store = self._make_store(runner)
+        self.store = store_of(runner, groups.single)
         self.rotation = self._make_rotation(runner)
         self.prefill = self._make_prefill(runner)
         self.observer = Observer(*(group.scheduler for group in groups.everyone))
@@ -99,18 +98,9 @@ class PatAttnBackend(AttentionBackend):
             compat.batch.fence_table_reads()
         self._introduce(runner)
 
-    def _make_store(self, runner: ModelRunner) -> Store:
-        pool = self.token_to_kv_pool
-        if not isinstance(pool, LowBitKVPool):
-            return store_of(pool)
-        rows = len(self.req_to_token_pool.req_to_token)
-        stores = {group.spec.kv.bits: group.executor.store for group in self.groups.single}
-        pool.make_tails(rows, runner.dtype, stores)
-        return PagesStore(pool, rows)
-
     def _make_rotation(self, runner: ModelRunner) -> Rotation | None:
         pool = self.token_to_kv_pool
-        rotates = isinstance(pool, LowBitKVPool) and pool.form.bits == 2
+        rotates = isinstance(pool, LowBitKVPool) and pool.form.name == "int2"
         return Rotation(pool.head_dim, runner.dtype, runner.device) if rotates else None
 
     def _make_prefill(self, runner: ModelRunner) -> Prefill | LowBitPrefill | None:
@@ -131,8 +121,8 @@ class PatAttnBackend(AttentionBackend):
         workspace = torch.empty(shape, dtype=runner.dtype, device=runner.device)
         name = compat.stock.prefill_backend(False, runner.kv_cache_dtype, scaled=False)
         logger.info("sglang-pat: prefill runs on %s, over %.0f MiB of pages", name, workspace.nbytes / 2**20)
-        executors = [(group.spec.kv.bits, group.executor) for group in self.groups.single]
-        unpack = {bits: executor.unpack for bits, executor in executors if isinstance(executor, CudaExecutor)}
+        executors = [(group.spec.kv.name, group.executor) for group in self.groups.single]
+        unpack = {form: executor.unpack for form, executor in executors if isinstance(executor, CudaExecutor)}
         req_to_token = self.req_to_token_pool.req_to_token
         return LowBitPrefill(pool, req_to_token, workspace, unpack, paged.ATTENTIONS[name](), group_of)
 

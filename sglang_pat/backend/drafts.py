@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang_pat import compat
 from sglang_pat.backend.extends.planned import PackedExtend
 from sglang_pat.backend.groups import make_groups
-from sglang_pat.backend.kv.latent import store_of
+from sglang_pat.backend.kv.choose import store_of
 from sglang_pat.backend.start import layers
 from sglang_pat.backend.start.layers import SpecReader
 from sglang_pat.config import PatConfig
@@ -31,7 +31,7 @@ class DraftExtend(TorchNativeAttnBackend):
         config = PatConfig.from_environment()
         self._reader = SpecReader(runner)
         self._groups = make_groups(runner, config, layers.count(runner))
-        self._extend = PackedExtend(runner, self._groups, store_of(runner.token_to_kv_pool))
+        self._extend = PackedExtend(runner, self._groups, store_of(runner, self._groups))
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)

@@ -49,7 +49,7 @@ class LowBitPrefill:
     mixed_steps = 0
 
     def __init__(
-        self, pool: LowBitKVPool, req_to_token: torch.Tensor, workspace: torch.Tensor, unpack: Mapping[int, Callable[..., None]],
+        self, pool: LowBitKVPool, req_to_token: torch.Tensor, workspace: torch.Tensor, unpack: Mapping[str, Callable[..., None]],
         attention: PagedAttention, group_of: Callable[..., LayerGroup],
     ) -> None:  # fmt: skip
         """
@@ -58,7 +58,7 @@ class LowBitPrefill:
             req_to_token: [rows, context], int32: SGLang's.
             workspace: [2, pages, 64, kv_heads, head_dim], of Q's dtype: for K and V of one layer. It must have pages for any one request
                 (`low_bit.workspace_pages`); for a longer one a larger is made.
-            unpack: Executors', by their bits.
+            unpack: Executors', by their format's name.
             attention: Runs the calls.
             group_of: Returns a layer's group, given the layer and the options of its forward (`LayerGroups.of`).
         """
@@ -111,7 +111,7 @@ class LowBitPrefill:
         for workspace, tails, new in zip(self._workspace, pool.tails(number), (k, v), strict=True):
             blocks.fill_unfinished(workspace, tails, new)
         pool.store(number, k, v, call.rows, call.seq_lens, slots)
-        self._unpack[pool.form_of(number).bits](pool.full_pages(number), blocks.pages, *self._workspace)
+        self._unpack[pool.form_of(number).name](pool.full_pages(number), blocks.pages, *self._workspace)
         found_k, found_v = self._workspace[:, : blocks.used]
         return self._attention(q, found_k, found_v, blocks, layer.scaling, logit_cap(layer))
 

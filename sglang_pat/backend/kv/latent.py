@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,8 +24,3 @@ class LatentStore(PlainStore):
     def read(self, layer: RadixAttention, tables: Tables) -> KvView:
         k = self._pool.get_key_buffer(layer.layer_id)
         return KvView(k, k[..., : layer.v_head_dim])
-
-
-def store_of(pool: Any) -> PlainStore:
-    """The `Store` of one of SGLang's own pools."""
-    return PlainStore(pool) if compat.pool.latent_dims(pool) is None else LatentStore(pool)

@@ -52,11 +52,11 @@ class LowBitKVPool(MHATokenToKVPool):
         self.v_buffer: list[torch.Tensor] = []
         self._tails = torch.empty(0)
 
-    def make_tails(self, rows: int, dtype: torch.dtype, stores: Mapping[int, Callable[..., None]]) -> None:
+    def make_tails(self, rows: int, dtype: torch.dtype, stores: Mapping[str, Callable[..., None]]) -> None:
         """Allocate an unfinished page for each row of `req_to_token`, in the model's dtype.
 
         Args:
-            stores: Executors', which write new tokens, by their bits.
+            stores: Executors', which write new tokens, by their format's name.
         """
         self._stores = stores
         shape = (2, self.layer_num, rows, low_bit.PAGE_TOKENS, self.head_num, self.head_dim)
@@ -87,7 +87,7 @@ class LowBitKVPool(MHATokenToKVPool):
     ) -> None:  # fmt: skip
         """Write new tokens; arguments as for `kernels.low_bit.store`. `k`, `v` and `slots` may have padding behind the tokens."""
         k, v = (self.of_heads(x)[: len(rows)] for x in (k, v))
-        store = self._stores[self.form_of(layer_id).bits]
+        store = self._stores[self.form_of(layer_id).name]
         store(k, v, self.full_pages(layer_id), *self.tails(layer_id), rows, seq_lens, slots[: len(rows)].long())
 
     def decoding(self, layer_id: int, rows: torch.Tensor, seq_lens: torch.Tensor) -> KvView:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sglang_pat import compat
+from sglang_pat.backend.kv import choose
 from sglang_pat.backend.start import features, layers
 from sglang_pat.config import PatConfig
 from sglang_pat.kernels import capabilities, cuda
@@ -114,10 +115,11 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
         raise unsupported(within, "serve it with --attention-backend triton")
     if config.is_encoder_decoder:
         raise unsupported(f"encoder-decoder models like {name}", instead)
-    if not any(layers.kv_format(runner.kv_cache_dtype).name in known for known in capabilities.KV_FORMATS.values()):
+    form = layers.format_of(runner)
+    if not any(form.name in known for known in capabilities.KV_FORMATS.values()):
         other = "leave out --kv-cache-dtype, or use another --attention-backend"
         raise unsupported(f"a KV cache of {runner.kv_cache_dtype} yet", other)
-    kept_alike = runner.kv_cache_dtype == runner.dtype or compat.pool.is_fp8(runner.kv_cache_dtype)
+    kept_alike = runner.kv_cache_dtype == runner.dtype or form.bits <= 8
     if runner.device == "cuda" and not (runner.dtype in cuda.TYPES and kept_alike):
         raise unsupported(
             f"{runner.dtype} with a KV cache of {runner.kv_cache_dtype} on a GPU",
@@ -143,7 +145,6 @@ def _check_deterministic(runner: Any, name: str) -> None:
 def _check_layers(runner: Any, specs: Iterable[AttentionSpec], ending: str) -> None:
     """Raise UnsupportedError if a layer, its KV pool, or a second backend beside PAT does not fit; `ending` ends the sentence."""
     from sglang.srt.configs.model_config import is_local_attention_model
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     pool = runner.token_to_kv_pool
     problem = partner_problem(
@@ -165,11 +166,7 @@ def _check_layers(runner: Any, specs: Iterable[AttentionSpec], ending: str) -> N
         problems.append("MLA with attention sinks")
     drafted = compat.arguments.draft_tokens(runner.server_args)
     problems += [_spec_problem(spec, runner.device, drafted) for spec in specs]
-    problems += [
-        f"a KV pool of the kind {type(part).__name__}"
-        for part in compat.pool.kv_pools(pool)
-        if not isinstance(part, MHATokenToKVPool) and compat.pool.latent_dims(pool) is None
-    ]
+    problems += [f"a KV pool of the kind {type(part).__name__}" for part in choose.unread(pool)]
     for problem in filter(None, problems):
         raise UnsupportedError(f"--attention-backend pat does not support {problem}, {ending}")
 
