@@ -27,7 +27,6 @@ class ExtendMaker {
   // Request `batch[i]` (kNone: not known) has `cached[i]` tokens, and `added[i]` new ones behind them. Returns the plan's ints.
   int64_t plan(Mirror& mirror, const std::vector<int32_t>& batch, const std::vector<int32_t>& cached,
                const std::vector<int32_t>& added, const Config& config) {
-    window_ = config.window;
     cached_ = cached, added_ = added;
     first_token_.resize(batch.size());
     lengths_.clear();
@@ -40,7 +39,6 @@ class ExtendMaker {
     prefixes_.take(mirror, sharing_, cached_, config.piece);
     packs_.begin(prefixes_, lengths_.size());
     packs_.num_parts.assign(lengths_.size(), 0);
-    price_ = 0;
     begins_.assign(batch.size(), 0);
     shared_ = 0;
     starts_.assign(prefixes_.nodes.size(), 0);
@@ -50,10 +48,10 @@ class ExtendMaker {
     }
     for (size_t i = 0; i < batch.size(); ++i) add_own(int32_t(i), config);
     if (config.piece > 0) packs_.cut(lengths_, config, 2 * kMaxQueries);
-    for (const int32_t parts : packs_.num_parts) price_ += parts > 1 ? parts * config.part_bytes : 0;
+    price_ = packs_.price(config);
     alone_ = 0;
     for (size_t i = 0; i < batch.size(); ++i)
-      if (added[i] > 0) alone_ += (cached[i] + added[i] - seen_from(cached[i] + 1)) * config.token_bytes;
+      if (added[i] > 0) alone_ += (cached[i] + added[i] - config.seen_from(cached[i] + 1)) * config.token_bytes;
     return write(config);
   }
 
@@ -99,7 +97,7 @@ class ExtendMaker {
     const size_t first = packs_.queries.size();
     for (const int32_t member : members_)
       for (int32_t j = 0; j < added_[member]; ++j)
-        if (seen_from(cached_[member] + 1 + j) < prefix.end) packs_.queries.push_back(first_token_[member] + j);
+        if (config.seen_from(cached_[member] + 1 + j) < prefix.end) packs_.queries.push_back(first_token_[member] + j);
     shared_ += packs_.queries.size() > first;
     add_packs(start, prefix.end, int32_t(first), config);
   }
@@ -111,7 +109,7 @@ class ExtendMaker {
       const int32_t from = int32_t(int64_t(count) * i / pieces), to = int32_t(int64_t(count) * (i + 1) / pieces);
       const size_t first = packs_.queries.size();
       for (int32_t j = to; j-- > from;) packs_.queries.push_back(first_token_[request] + j);
-      add_pack(std::max(begins_[request], seen_from(cached_[request] + 1 + from)), kOpen, int32_t(first), to - from,
+      add_pack(std::max(begins_[request], config.seen_from(cached_[request] + 1 + from)), kOpen, int32_t(first), to - from,
                config);
     }
   }
@@ -122,7 +120,8 @@ class ExtendMaker {
       const int32_t to = int32_t(int64_t(count) * (i + 1) / pieces);
       // What none of these tokens sees any more may be somebody else's by now.
       int32_t seen = end;
-      for (int32_t j = first + from; j < first + to; ++j) seen = std::min(seen, seen_from(lengths_[packs_.queries[j]]));
+      for (int32_t j = first + from; j < first + to; ++j)
+        seen = std::min(seen, config.seen_from(lengths_[packs_.queries[j]]));
       add_pack(std::max(start, seen), end, first + from, to - from, config);
       from = to;
     }
@@ -132,11 +131,8 @@ class ExtendMaker {
     (count > 1 ? packs_.shared : packs_.single).emplace_back(start, end, first, count);
     for (int32_t i = first; i < first + count; ++i) packs_.num_parts[packs_.queries[i]] += 1;
     const int64_t tokens = (end == kOpen ? lengths_[packs_.queries[first]] : end) - start;
-    price_ += config.uncut_price(config.pack_prices, count, tokens);
-    packs_.work += config.uncut_price(config.bin_prices, count, tokens);
+    packs_.add_price(count, tokens, config);
   }
-
-  int32_t seen_from(int32_t length) const { return window_ == 0 ? 0 : std::max(0, length - window_); }
 
   int64_t write(const Config& config) {
     Config whole = config;
@@ -152,7 +148,6 @@ class ExtendMaker {
     return int64_t(data_.size());
   }
 
-  int32_t window_ = 0;
   int64_t shared_ = 0, price_ = 0, alone_ = 0;
   std::vector<int32_t> cached_, added_, sharing_;  // of each request
   std::vector<int32_t> first_token_, begins_;      // likewise: its first query, and from where on it reads alone

@@ -141,8 +141,14 @@ struct Packs {
     for (int32_t i = 0; i < prefix.leaves(); ++i) {
       const int32_t from = choices.leaf_joins[prefix.first + i] ? start : prefix.end;
       tail[i] = Pack(from, kOpen, tails + i, 1);
-      count_tail(seq_lens[queries[tails + i]] - from, config);
+      add_price(1, seq_lens[queries[tails + i]] - from, config);
     }
+  }
+
+  // The prices of one that is a work item.
+  void add_price(int64_t queries, int64_t tokens, const Config& config) {
+    reads += config.uncut_price(config.pack_prices, queries, tokens);
+    work += config.uncut_price(config.bin_prices, queries, tokens);
   }
 
   // Tokens of the tails that follow.
@@ -165,8 +171,6 @@ struct Packs {
   // Cuts packs, and what a window leaves of them, where positions are multiples of `config.piece`. A query is in those pieces
   // of its packs of which it sees something. Throws TooLarge if the pieces have more than `most` queries together.
   void cut(const std::vector<int32_t>& seq_lens, const Config& config, int64_t most) {
-    const int32_t window = config.window;
-    const auto seen_from = [&](int32_t length) { return window == 0 ? 0 : std::max(0, length - window); };
     num_parts.assign(seq_lens.size(), 0);
     work = 0;
     uncut_.assign(shared.begin(), shared.end());
@@ -176,14 +180,14 @@ struct Packs {
     for (const Pack& pack : uncut_) {
       const int32_t last = pack.end == kOpen ? seq_lens[queries[pack.first]] : pack.end;
       int32_t start = last;
-      for (int32_t i = 0; i < pack.count; ++i) start = std::min(start, seen_from(seq_lens[queries[pack.first + i]]));
+      for (int32_t i = 0; i < pack.count; ++i) start = std::min(start, config.seen_from(seq_lens[queries[pack.first + i]]));
       start = std::max(start, pack.start);
       for (int64_t end = 0; start < last; start = int32_t(end)) {
         end = std::min<int64_t>(last, int64_t(start) - start % config.piece + config.piece);
         const int32_t first = int32_t(queries.size());
         for (int32_t i = 0; i < pack.count; ++i) {
           const int32_t query = queries[pack.first + i], length = seq_lens[query];
-          if (length <= start || seen_from(length) >= end) continue;
+          if (length <= start || config.seen_from(length) >= end) continue;
           queries.push_back(query);
           num_parts[query] += 1;
         }
@@ -204,11 +208,6 @@ struct Packs {
   }
 
  private:
-  void count_tail(int64_t tokens, const Config& config) {
-    reads += config.uncut_price(config.pack_prices, 1, tokens);
-    work += config.uncut_price(config.bin_prices, 1, tokens);
-  }
-
   // The packs of leaves that read a segment with their tails: tails of as many tiles side by side, and no more of them than `most_tails`. False if
   // they are not put together.
   bool add_with_tails(const Prefixes& prefixes, const Choices& choices, const Prefix& prefix, int32_t start,
@@ -247,7 +246,7 @@ struct Packs {
       for (int32_t j = 0; j < size; ++j) {
         const int32_t from = parts ? prefix.end : start;
         single.emplace_back(from, kOpen, first + j, 1);
-        count_tail(tail(piece[j]) + prefix.end - from, config);
+        add_price(1, tail(piece[j]) + prefix.end - from, config);
         staying_[piece[j]] += parts;
         staying_[piece[j] + 1] -= parts;
       }

@@ -148,6 +148,9 @@ struct Config {
     wide_limits = limits, wide_only = std::make_shared<const Config>(std::move(config));
   }
 
+  // Where begins what a request's last token sees, if the request has so many.
+  int32_t seen_from(int32_t length) const { return window == 0 ? 0 : std::max(0, length - window); }
+
   // What a batch is planned with, that has so many tokens when each is read once.
   const Config& of_batch(const std::vector<int32_t>& seq_lens, int64_t tokens) const {
     return wide_only && wide_limits.hold(seq_lens, tokens, runs) ? *wide_only : *this;

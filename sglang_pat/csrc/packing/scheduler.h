@@ -181,12 +181,7 @@ class Scheduler {
   //
   // With `aside` the batch runs this one step only, and the one expected next stays what it was.
   Taken take(const int64_t* keys, const int64_t* seq_lens, int64_t size, int64_t steps, bool aside) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    in_range("the batch", size, 0, kMaxBatch);
-    check_lengths(seq_lens, size);
-    check_steps(steps);
-    wanted_ = false;
-    idle_.wait(lock, [this] { return !planning_; });
+    const auto lock = stop_planning(seq_lens, size, steps);
     const bool other = !expected_.is(keys, size);
     const Expected::Kept kept(expected_, aside && other);
     if (other) expected_.assign(keys, size);
@@ -210,12 +205,7 @@ class Scheduler {
   // One query per work item, for when there is no plan to be had. With `stands` it is for the batch that `take` had no plan for: it may be used
   // until that changes.
   Taken fall_back(const int64_t* seq_lens, int64_t size, int64_t steps, bool stands) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    in_range("the batch", size, 0, kMaxBatch);
-    check_lengths(seq_lens, size);
-    check_steps(steps);
-    wanted_ = false;
-    idle_.wait(lock, [this] { return !planning_; });
+    const auto lock = stop_planning(seq_lens, size, steps);
     retire(steps);
     planned_version_ = kNone;
     ready_ = false;
@@ -306,10 +296,17 @@ class Scheduler {
 
   static void check_steps(int64_t steps) { in_range("steps", steps, 0, kMaxSteps); }
 
-  static void check_lengths(const int64_t* seq_lens, int64_t size) {
+  // For a plan that is made now, of this batch: what the planning thread was asked for is no longer wanted, and it makes nothing.
+  std::unique_lock<std::mutex> stop_planning(const int64_t* seq_lens, int64_t size, int64_t steps) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    in_range("the batch", size, 0, kMaxBatch);
     int64_t tokens = 0;
     for (int64_t i = 0; i < size; ++i) tokens += in_range("a request's tokens", seq_lens[i], 0, kMaxPosition);
     in_range("the batch's tokens", tokens, 0, kMaxTokens);
+    check_steps(steps);
+    wanted_ = false;
+    idle_.wait(lock, [this] { return !planning_; });
+    return lock;
   }
 
   int back() const { return (front_ + 1) % int(buffers_.size()); }
