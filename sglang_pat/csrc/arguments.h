@@ -7,7 +7,7 @@
 
 namespace pat {
 
-constexpr DLDataType kFloat32{kDLFloat, 32, 1}, kInt32{kDLInt, 32, 1}, kInt64{kDLInt, 64, 1};
+constexpr DLDataType kFloat32{kDLFloat, 32, 1}, kInt32{kDLInt, 32, 1}, kInt64{kDLInt, 64, 1}, kUint8{kDLUInt, 8, 1};
 constexpr DLDevice kCpu{kDLCPU, 0};
 
 // The GPU that a tensor should be on if it is on one.

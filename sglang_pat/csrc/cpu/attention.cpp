@@ -151,7 +151,7 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
     pat::check_kv_slots(kv_slots, length, a.kv.k.size(0));
     softmax.add(kv, kv_slots, start, length, visible_of(a, queries, rows, group, start, length, Kept::kAll, scratch));
   }
-  softmax.finish(pat::Result{results.data(), lse});
+  softmax.finish(results.data(), lse);
 
   for (int i = 0; i < rows; ++i) {
     const int query = queries[i / group], slot = slots[i / group], head = kv_head * group + i % group;
@@ -253,7 +253,7 @@ void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorV
   if (!problem) problem = pat::open_problem(data<int32_t>(plan), data<int64_t>(rows), data<int64_t>(seq_lens));
   if (!problem && tokens > 0) problem = pat::masks_problem(data<int64_t>(seq_lens), masks, batch, heads / k.size(1));
   if (!problem && window < 0) problem = "a window has 0 tokens or more";
-  pat::check(pages, "pages", 3, DLDataType{kDLUInt, 8, 1}, pat::kCpu);
+  pat::check(pages, "pages", 3, pat::kUint8, pat::kCpu);
   pat::check(tails, "tails", 1, pat::kInt64, pat::kCpu);
   if (!problem && bits) problem = pages_problem(pages, tails, k, v, data<int64_t>(seq_lens), batch, bits, window, tokens);
   TVM_FFI_CHECK(!problem, ValueError) << problem;

@@ -54,12 +54,6 @@ struct Scratch {
 // Factor on a result that was computed without its sink; 0 if neither has any weight.
 inline float share_beside(float sink, float lse) { return lse == -INFINITY ? 0.0f : 1.0f / (1.0f + std::exp(sink - lse)); }
 
-// out[rows, v_head_dim] is normalised; lse[rows] is -inf for rows that saw no KV.
-struct Result {
-  float* out;
-  float* lse;
-};
-
 // What each row sees of an item's KV: tokens [begins[row], ends[row]), counted from the item's first; with masks, of the 64
 // tokens from firsts[row] on only those whose bits are set. The arrays are padded to whole vectors of rows. Every row sees
 // all of [all_begin, all_end).
@@ -163,13 +157,14 @@ class OnlineSoftmax {
     }
   }
 
-  void finish(Result result) const {
+  // out[rows, v_head_dim] is normalised; lse[rows] is -inf for rows that saw no KV.
+  void finish(float* out, float* lse) const {
     const int dv = shape_.v_head_dim;
     for (int r = 0; r < rows_; ++r) {
       const bool seen = sum_exp_[r] != 0;  // also where it is NaN
       const float norm = seen ? 1.0f / sum_exp_[r] : 0.0f;
-      for (int i = 0; i < dv; ++i) result.out[size_t(r) * dv + i] = out_[size_t(r) * ldv_ + i] * norm;
-      result.lse[r] = seen ? max_score_[r] + std::log(sum_exp_[r]) : -INFINITY;
+      for (int i = 0; i < dv; ++i) out[size_t(r) * dv + i] = out_[size_t(r) * ldv_ + i] * norm;
+      lse[r] = seen ? max_score_[r] + std::log(sum_exp_[r]) : -INFINITY;
     }
   }
 

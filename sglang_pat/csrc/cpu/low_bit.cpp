@@ -12,10 +12,8 @@ namespace {
 
 using tvm::ffi::TensorView;
 
-constexpr DLDataType kBytes{kDLUInt, 8, 1};
-
 pat::LowBit form_of(const TensorView& pages, const TensorView& k, const TensorView& v, int64_t bits) {
-  pat::check(pages, "pages", 3, kBytes, pat::kCpu);
+  pat::check(pages, "pages", 3, pat::kUint8, pat::kCpu);
   const int64_t heads = k.size(k.ndim() - 2), dim = k.size(k.ndim() - 1);
   TVM_FFI_CHECK(pat::LowBit::exists(bits, dim), ValueError)
       << "KV is kept in 4 or 2 bits, and heads have a multiple of 32 dimensions up to 256, not " << bits << " and " << dim;
@@ -71,13 +69,13 @@ void unpack_pages(TensorView pages, TensorView k, TensorView v, int64_t bits) {
 }
 
 // Stores new tokens of one KV head, in order: each into its request's unfinished page, which is packed into its record when
-// it is full. `full` is scratch for K and V of a page. Page 0 is SGLang's for padding: its tokens are skipped.
+// it is full. Page 0 is SGLang's for padding: its tokens are skipped.
 template <typename T>
 void store_head(const pat::LowBit& form, const TensorView& k, const TensorView& v, const TensorView& pages,
                 const TensorView& tail_k, const TensorView& tail_v, const int64_t* rows, const int64_t* seq_lens,
-                const int64_t* slots, int64_t head, float* full) {
+                const int64_t* slots, int64_t head) {
   const int d = form.dim;
-  const int64_t page_size = int64_t(pat::kPageTokens) * d;
+  float full[2][pat::kPageTokens * pat::LowBit::kMostDim];  // K and V of a page
   const TensorView *from[2] = {&k, &v}, *tails[2] = {&tail_k, &tail_v};
   for (int64_t i = 0; i < k.size(0); ++i) {
     if (slots[i] < pat::kPageTokens) continue;
@@ -88,12 +86,11 @@ void store_head(const pat::LowBit& form, const TensorView& k, const TensorView& 
       T* const page = static_cast<T*>(tail.data_ptr()) + rows[i] * tail.stride(0) + head * tail.stride(2);
       const T* const token = static_cast<const T*>(one.data_ptr()) + i * one.stride(0) + head * one.stride(1);
       std::copy_n(token, d, page + index_in_page * tail.stride(1));
-      for (int t = 0; is_full && t < pat::kPageTokens; ++t)
-        pat::convert(page + t * tail.stride(1), full + which * page_size + t * d, d);
+      for (int t = 0; is_full && t < pat::kPageTokens; ++t) pat::convert(page + t * tail.stride(1), full[which] + t * d, d);
     }
     if (!is_full) continue;
     uint8_t* const record = static_cast<uint8_t*>(pages.data_ptr()) + slots[i] / pat::kPageTokens * pages.stride(0);
-    pat::pack_page(form, full, full + page_size, d, record + head * pages.stride(1));
+    pat::pack_page(form, full[0], full[1], d, record + head * pages.stride(1));
   }
 }
 
@@ -101,13 +98,9 @@ template <typename T>
 void store(const pat::LowBit& form, const TensorView& k, const TensorView& v, const TensorView& pages,
            const TensorView& tail_k, const TensorView& tail_v, const int64_t* rows, const int64_t* seq_lens,
            const int64_t* slots) {
-#pragma omp parallel
-  {
-    float full[2 * pat::kPageTokens * pat::LowBit::kMostDim];
-#pragma omp for
-    for (int64_t head = 0; head < k.size(1); ++head)
-      store_head<T>(form, k, v, pages, tail_k, tail_v, rows, seq_lens, slots, head, full);
-  }
+#pragma omp parallel for
+  for (int64_t head = 0; head < k.size(1); ++head)
+    store_head<T>(form, k, v, pages, tail_k, tail_v, rows, seq_lens, slots, head);
 }
 
 void store_tokens(TensorView k, TensorView v, TensorView pages, TensorView tail_k, TensorView tail_v, TensorView rows,

@@ -123,9 +123,7 @@ inline Vec exp_nonpositive(Vec x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const VecInt power = (exponent + 127) << 23;
-  Vec two_to_k;
-  std::memcpy(&two_to_k, &power, sizeof(power));
+  const Vec two_to_k = Vec((exponent + 127) << 23);  // its bits
   return is_zero ? Vec{} : p * two_to_k;
 }
 
