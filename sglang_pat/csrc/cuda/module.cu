@@ -21,14 +21,16 @@ using namespace pat::kernels;
 // As Q is.
 const DLDataType kHalf{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
 
+// Whether 16-byte copies can begin where the tensor does.
+bool is_aligned(const TensorView& tensor) { return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % pat::kCopyBytes == 0; }
+
 // Checks the records of pages of 4 or 2 bits; other formats have none.
 void check_records(const TensorView& records, int64_t kv_heads, DLDevice gpu) {
-  pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, gpu);
+  pat::check(records, "records", 3, pat::kUint8, gpu);
   TVM_FFI_CHECK(Format::kRecordBytes > 0 || records.size(0) == 0, ValueError)
       << "this kernel reads KV from k and v, and no records";
-  TVM_FFI_CHECK(Format::kRecordBytes == 0 ||
-                    (records.size(1) == kv_heads && records.size(2) == Format::kRecordBytes && records.is_contiguous() &&
-                     reinterpret_cast<uintptr_t>(records.data_ptr()) % pat::kCopyBytes == 0),
+  TVM_FFI_CHECK(Format::kRecordBytes == 0 || (records.size(1) == kv_heads && records.size(2) == Format::kRecordBytes &&
+                                              records.is_contiguous() && is_aligned(records)),
                 ValueError)
       << "records must be contiguous, of " << kv_heads << " KV heads with " << Format::kRecordBytes << " bytes each";
 }
@@ -40,9 +42,7 @@ void check_rows(const TensorView& tensor, const char* name, int dim, DLDataType 
   pat::check(tensor, name, 3, dtype, gpu);
   TVM_FFI_CHECK(tensor.size(2) == dim, ValueError) << name << " must have heads of " << dim;
   const int elements = pat::kCopyBytes * 8 / dtype.bits;
-  TVM_FFI_CHECK(tensor.stride(0) % elements == 0 && tensor.stride(1) % elements == 0 &&
-                    reinterpret_cast<uintptr_t>(tensor.data_ptr()) % pat::kCopyBytes == 0,
-                ValueError)
+  TVM_FFI_CHECK(tensor.stride(0) % elements == 0 && tensor.stride(1) % elements == 0 && is_aligned(tensor), ValueError)
       << name << "'s heads must begin at multiples of 16 bytes";
 }
 
@@ -114,7 +114,7 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   const DLDevice gpu = pat::gpu_of(q);
   const bool whole_q = !Variant::kLatent || q.size(2) == Variant::kDim;
   check_rows(q, "q", whole_q ? Variant::kDim : Variant::kVDim, kHalf, gpu);
-  const DLDataType element = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : kHalf;
+  const DLDataType element = Kv::kBytes == 1 ? pat::kUint8 : kHalf;
   check_pool(kv.k, "k", Variant::kDim, element, gpu);
   check_pool(kv.v, "v", Variant::kVDim, element, gpu);
   TVM_FFI_CHECK(kv.k.size(0) == kv.v.size(0) && kv.k.size(1) == kv.v.size(1), ValueError)
@@ -126,8 +126,7 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   check_rows(out, "out", Variant::kVDim, kHalf, gpu);
   pat::check(plan, tables, q, kv.k, out, DLDataType{kDLFloat, 16, 1}, gpu);
   TVM_FFI_CHECK(plan.partial.size(2) == Variant::kVDim, ValueError) << "partial must have heads of " << Variant::kVDim;
-  TVM_FFI_CHECK(reinterpret_cast<uintptr_t>(plan.partial.data_ptr()) % 16 == 0, ValueError)
-      << "partial must be aligned to 16 bytes";
+  TVM_FFI_CHECK(is_aligned(plan.partial), ValueError) << "partial must be aligned to 16 bytes";
   pat::check_sinks(scores.sinks, DLDataType{kDLBfloat, 16, 1}, q.size(1), gpu);
   TVM_FFI_CHECK((scores.sinks.size(0) > 0) == Variant::kSinks, ValueError)
       << scores.sinks.size(0) << " sinks for " << q.size(1) << " query heads, and a kernel "
@@ -282,7 +281,7 @@ template <typename Kv>
 void unpack(TensorView records, TensorView pages, TensorView k, TensorView v) {
   check_pages();
   const DLDevice gpu = pat::gpu_of(records);
-  pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, gpu);
+  pat::check(records, "records", 3, pat::kUint8, gpu);
   check_records(records, records.size(1), gpu);
   pat::check(pages, "pages", 1, pat::kInt64, gpu);
   const std::pair<const TensorView*, const char*> made[] = {{&k, "k"}, {&v, "v"}};
@@ -290,8 +289,7 @@ void unpack(TensorView records, TensorView pages, TensorView k, TensorView v) {
   for (const auto& [tensor, name] : made) {
     pat::check(*tensor, name, 4, kHalf, gpu);
     TVM_FFI_CHECK(tensor->size(0) >= count && tensor->size(1) == pat::kTokens && tensor->size(2) == heads &&
-                      tensor->size(3) == Variant::kDim && tensor->is_contiguous() &&
-                      reinterpret_cast<uintptr_t>(tensor->data_ptr()) % pat::kCopyBytes == 0,
+                      tensor->size(3) == Variant::kDim && tensor->is_contiguous() && is_aligned(*tensor),
                   ValueError)
         << name << " must be contiguous, " << pat::kTokens << " tokens of the records' KV heads with " << Variant::kDim
         << " dimensions for each of the pages";
