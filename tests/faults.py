@@ -174,7 +174,7 @@ CHANGES: dict[str, emulated.Change] = {
     "latents by mma: a tile is loaded where another one is multiplied": ("kv/latent_mma.cuh", "wait_copies<0>();\n      __syncthreads();", "wait_copies<0>();"),
     "latents by mma: scores are read before all are there": ("kv/latent_mma.cuh", "__syncthreads();\n      weigh(left);", "\n      weigh(left);"),
     "latents by mma: weights are read before all are there": ("kv/latent_mma.cuh", "__syncthreads();\n      values(memory_.tiles[at]);", "\n      values(memory_.tiles[at]);"),
-    "latents by mma: O is written where Q is multiplied": ("kv/latent_mma.cuh", "__syncthreads();\n    const int first = warp() * (kColumns / 8);", "\n    const int first = warp() * (kColumns / 8);"),
+    "latents by mma: O is written where Q is multiplied": ("kv/latent_mma.cuh", "__syncthreads();\n    const int first = warp_id() * (kColumns / 8);", "\n    const int first = warp_id() * (kColumns / 8);"),
     "latents by mma: the next item does not wait for this one": ("kv/latent_mma.cuh", "if (i > 0) __syncthreads();", ""),
     "latents by mma: sources are read before all are there": ("kv/latent_mma.cuh", "__syncthreads();\n    load_q();", "\n    load_q();"),
 }  # fmt: skip

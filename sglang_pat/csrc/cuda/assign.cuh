@@ -38,18 +38,11 @@ class Items {
     static_assert(Assigned::kWords >= kPhases && Assigned::kWords >= kWarps);
     const int thread = thread_of_cta(), warp = warp_id();
     if (first == 0) prefetch_tables();
-    int found;
-    if constexpr (kCtaThreads == kThreads) {
+    int found = 0;
+    if (kCtaThreads == kThreads || thread < kThreads) {
       const Item item = read(first + thread, ms);
       assigned_.items[thread] = item;
       found = item.phase != kNoItem;
-    } else {
-      found = 0;
-      if (thread < kThreads) {
-        const Item item = read(first + thread, ms);
-        assigned_.items[thread] = item;
-        found = item.phase != kNoItem;
-      }
     }
     const int number = __syncthreads_count(found);
     if (thread == 0) {

@@ -51,7 +51,7 @@ struct MergeColumns {
 
  private:
   static __device__ __forceinline__ void to_floats(float* x, uint32_t pair) {
-    const float2 both = __half22float2(reinterpret_cast<const __half2&>(pair));
+    const float2 both = pat::to_floats(pair);
     x[0] = both.x, x[1] = both.y;
   }
 };

@@ -12,7 +12,6 @@ namespace pat {
 template <typename T, int kDim, int kVDim>
 class Products {
   static constexpr int kSteps = kDim / 16, kVSteps = kVDim / 16, kTokenSteps = kTokens / 16;
-  static constexpr int kPanel = kTokens * kPanelRow;
 
  public:
   // Accumulators of O a thread: panels of 64 columns, 32 each.
@@ -27,8 +26,8 @@ class Products {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int panel = step / 4, column = step % 4 * 32;
-      wgmma_nt(s, a + panel * (q_panel >> 4) + descriptor_offset(column), b + descriptor_offset(panel * kPanel + column),
-               step > 0, T());
+      wgmma_nt(s, a + panel * (q_panel >> 4) + descriptor_offset(column),
+               b + descriptor_offset(panel * kPanelBytes + column), step > 0, T());
     }
     wgmma_commit();
 #else
@@ -43,7 +42,7 @@ class Products {
 #pragma unroll
       for (int pair = 0; pair < kTokenSteps; ++pair) {
         uint32_t b[4];
-        load_matrices(b, k + panel_offset(pair * 16 + row, 2 * step + chunk, kPanel));
+        load_matrices(b, k + panel_offset(pair * 16 + row, 2 * step + chunk, kPanelBytes));
         Half<T>::mma(reinterpret_cast<float (&)[4]>(s[8 * pair]), a, b[0], b[1]);
         Half<T>::mma(reinterpret_cast<float (&)[4]>(s[8 * pair + 4]), a, b[2], b[3]);
       }
@@ -62,7 +61,7 @@ class Products {
 #pragma unroll
       for (int panel = 0; panel < panels(kVDim); ++panel)
         wgmma_nn(reinterpret_cast<float (&)[32]>(o[32 * panel]), weights[step],
-                 b + descriptor_offset(panel * kPanel + step * 16 * kPanelRow), T());
+                 b + descriptor_offset(panel * kPanelBytes + step * 16 * kPanelRow), T());
     }
     wgmma_commit();
 #else
@@ -72,7 +71,7 @@ class Products {
 #pragma unroll
       for (int pair = 0; pair < kVSteps; ++pair) {
         uint32_t b[4];
-        load_matrices_transposed(b, v + panel_offset(step * 16 + lane % 16, 2 * pair + lane / 16, kPanel));
+        load_matrices_transposed(b, v + panel_offset(step * 16 + lane % 16, 2 * pair + lane / 16, kPanelBytes));
         Half<T>::mma(reinterpret_cast<float (&)[4]>(o[8 * pair]), weights[step], b[0], b[1]);
         Half<T>::mma(reinterpret_cast<float (&)[4]>(o[8 * pair + 4]), weights[step], b[2], b[3]);
       }

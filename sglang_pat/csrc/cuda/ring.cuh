@@ -29,7 +29,7 @@ __device__ __forceinline__ bool alternates_tiles(const Item& item) {
 
 // Bytes of a stage. V is no wider than K.
 template <int kDim>
-constexpr int kStageBytes = panels(kDim) * kTokens * kPanelRow;
+constexpr int kStageBytes = panels(kDim) * kPanelBytes;
 
 // Rows of the largest query tile: 64 for each warpgroup.
 template <int kDim>
@@ -83,7 +83,6 @@ class RingCursor {
   __device__ explicit RingCursor(RingBarriers<kStages>& barriers) : barriers_(barriers) {}
 
   __device__ int stage() const { return stage_; }
-  __device__ void wait_full() const { wait_barrier(shared_address(&barriers_.full[stage_]), phase_); }
   // Returns at once in the first round: all stages begin empty.
   __device__ void wait_empty() const { wait_barrier(shared_address(&barriers_.empty[stage_]), phase_ ^ 1); }
   __device__ uint32_t full_barrier() const { return shared_address(&barriers_.full[stage_]); }
@@ -338,9 +337,7 @@ class QueryProducer {
 #pragma unroll 2
     for (int row = int(thread() / kRowThreads); row < rows; row += kThreads / kRowThreads) {
       uint4& x = *reinterpret_cast<uint4*>(to.q + panel_offset(row, column, rows * kPanelRow));
-      const uint4 own = x;
-      x = make_uint4(convert_pair<T, Product>(own.x), convert_pair<T, Product>(own.y), convert_pair<T, Product>(own.z),
-                     convert_pair<T, Product>(own.w));
+      x = convert_pairs<T, Product>(x);
     }
   }
 

@@ -5,12 +5,15 @@
 
 #include <cstdint>
 
+#include "tiles.h"
+
 namespace pat {
 
 // The 16-byte chunks of a panel's row are permuted by the row's lowest three bits. `panel_offset` is where chunk `chunk` of
 // row `row` lies.
 constexpr int kPanelColumns = 64, kPanelRow = 128;
-constexpr int kPanelAlign = 8 * kPanelRow;  // the swizzle repeats after eight rows
+constexpr int kPanelAlign = 8 * kPanelRow;        // the swizzle repeats after eight rows
+constexpr int kPanelBytes = kTokens * kPanelRow;  // of a KV tile
 
 __device__ __forceinline__ uint32_t panel_offset(int row, int chunk, int panel_bytes) {
   return (chunk >> 3) * panel_bytes + row * kPanelRow + (((chunk ^ row) & 7) << 4);

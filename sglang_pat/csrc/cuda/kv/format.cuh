@@ -37,6 +37,12 @@ struct KvFormat8 {
       low = __byte_perm(bytes, 0, 0x1404), high = __byte_perm(bytes, 0, 0x3424);
     }
   }
+  // Eight bytes likewise, as four pairs.
+  static __device__ __forceinline__ uint4 adjacent(uint32_t first, uint32_t second) {
+    uint4 pairs;
+    adjacent(first, pairs.x, pairs.y), adjacent(second, pairs.z, pairs.w);
+    return pairs;
+  }
   // Bytes 0 1 2 3 as the pairs (0, 2) and (1, 3).
   static __device__ __forceinline__ void interleaved(uint32_t bytes, uint32_t& even, uint32_t& odd) {
     if constexpr (kName == kFloat8_e4m3fn) {
@@ -75,6 +81,11 @@ __device__ __forceinline__ uint32_t convert_pair(uint32_t pair) {
     static_assert(std::is_same_v<From, __nv_bfloat16> && std::is_same_v<To, __half>);
     return saturated_half_pair(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
   }
+}
+template <typename From, typename To>
+__device__ __forceinline__ uint4 convert_pairs(uint4 x) {
+  return make_uint4(convert_pair<From, To>(x.x), convert_pair<From, To>(x.y), convert_pair<From, To>(x.z),
+                    convert_pair<From, To>(x.w));
 }
 
 }  // namespace pat

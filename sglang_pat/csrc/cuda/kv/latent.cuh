@@ -13,10 +13,9 @@ namespace pat {
 
 constexpr int kLatentNarrowM = 32;  // rows of the largest narrow item
 // Registers of a thread. setmaxnreg takes multiples of eight, and the pool is what the CTA started with.
-constexpr int kLatentFirstRegisters = 65536 / kLatentThreads / 8 * 8;
 constexpr int kLatentLoadRegisters = kHas8BitKv ? 88 : 56;  // what is converted waits in registers
 constexpr int kLatentComputeRegisters =
-    (kLatentFirstRegisters * kLatentThreads - kLatentLoadRegisters * kLatentProducers) / kLatentComputing / 8 * 8;
+    (first_registers(kLatentThreads) * kLatentThreads - kLatentLoadRegisters * kLatentProducers) / kLatentComputing / 8 * 8;
 
 // Runs a wide or narrow item, by one of the two warpgroups; so many KV tiles went through the ring before.
 template <typename Rows, typename Memory>

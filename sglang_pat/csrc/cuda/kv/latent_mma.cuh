@@ -24,20 +24,17 @@ struct LatentMmaMemory {
   // Where kMost has one part, its smallest items still have two of fewer rows.
   alignas(16) float scores[kParts * kMost * kScoreRow];
   float corrections[kMost], norms[kMost];
-  int targets[kMost];
-  uint32_t sources[kMost], rope_sources[kMost];
-  uint64_t masks[Variant::kMasks ? kMost : 1];
-  int behind[Variant::kLimits ? kMost : 1];
+  LatentRows<kMost> rows;
   AssignedItems<kLatentItems> assigned;
 };
 
 template <typename T, typename Kv, int kDim, int kVDim, int kMost, int kM>
 class LatentMmaItem {
   using Product = typename Kv::Product;
+  using Sizes = LatentSizes<kDim, kVDim>;
   using Memory = LatentMmaMemory<kDim, kVDim, kMost>;
   static constexpr int kTile = kLatentMmaTokens, kPanel = kLatentMmaPanel, kQPanel = kM * kPanelRow;
   static constexpr int kBlocks = kM / 16, kColumns = kVDim / kLatentMmaWarps, kSteps = kDim / 16;
-  static constexpr int kVPanels = panels(kVDim), kRopeColumns = kDim - kVDim;
   static constexpr bool kConverts = Kv::kBytes == 1;
   // Scores of a warp: 16 rows, and of small items every second step of K's columns.
   static constexpr int kParts = kM == kNarrowM ? 2 : 1, kScoreTokens = kTile * kBlocks * kParts / kLatentMmaWarps;
@@ -49,7 +46,6 @@ class LatentMmaItem {
   static constexpr int kPanelsApart = kLatentMmaThreads / (kCopyThreads * kTile);
   static constexpr int kLoads = (panels(kDim) + kPanelsApart - 1) / kPanelsApart;
   static_assert(kScoreTokens % 8 == 0 && kColumns % 16 == 0 && kPanelsApart >= 1);
-  static_assert(kVDim % kPanelColumns == 0 && kRopeColumns > 0 && kRopeColumns <= kPanelColumns);
 
  public:
   __device__ LatentMmaItem(const Params& p, const Item& item, Memory& memory) : p_(p), item_(item), memory_(memory) {}
@@ -57,7 +53,7 @@ class LatentMmaItem {
   // Nobody may still use the memory.
   __device__ __forceinline__ void run() {
     const int tokens = item_.tokens;
-    if (thread_of_cta() < kM) look_up_latent_row<T>(p_, item_, thread_of_cta(), memory_);
+    if (thread_of_cta() < kM) look_up_latent_row<T>(p_, item_, thread_of_cta(), memory_.rows);
     slot_ = slot_of(0);
     next_slot_ = slot_of(kTile);
     __syncthreads();
@@ -90,9 +86,6 @@ class LatentMmaItem {
   }
 
  private:
-  __device__ static int warp() { return warp_id(); }
-  __device__ static int columns(int panel) { return panel < kVPanels ? kPanelColumns : kRopeColumns; }
-
   static constexpr int kQThreads = kPanelRow / kCopyBytes, kQStride = kLatentMmaThreads / kQThreads;
   __device__ static int q_column() { return thread_of_cta() % kQThreads; }
 
@@ -103,14 +96,15 @@ class LatentMmaItem {
     for (int row = thread_of_cta() / kQThreads; row < kM; row += kQStride) {
 #pragma unroll 1
       for (int panel = 0; panel < panels(kDim); ++panel)
-        if (q_column() < columns(panel) / 8) function(row, panel, panel_offset(row, q_column(), 0) + panel * kQPanel);
+        if (q_column() < Sizes::columns(panel) / 8)
+          function(row, panel, panel_offset(row, q_column(), 0) + panel * kQPanel);
     }
   }
   __device__ __forceinline__ void load_q() const {
     each_of_q([&](int row, int panel, uint32_t offset) {
-      const bool used = memory_.sources[row] != kNoSource, rope = panel == kVPanels;
+      const bool used = memory_.rows.sources[row] != kNoSource, rope = panel == Sizes::kVPanels;
       const char* const q = static_cast<const char*>(rope ? p_.q_rope : p_.q);
-      const uint32_t source = used ? rope ? memory_.rope_sources[row] : memory_.sources[row] : 0;
+      const uint32_t source = used ? rope ? memory_.rows.rope_sources[row] : memory_.rows.sources[row] : 0;
       copy16_or_zero(shared_address(memory_.q) + offset,
                      q + uint64_t(source) * kCopyBytes + (rope ? 0 : panel * kPanelRow) + q_column() * kCopyBytes, used);
     });
@@ -119,9 +113,7 @@ class LatentMmaItem {
   __device__ __forceinline__ void convert_q() const {
     each_of_q([&](int, int, uint32_t offset) {
       uint4& x = *reinterpret_cast<uint4*>(memory_.q + offset);
-      const uint4 own = x;
-      x = make_uint4(convert_pair<T, Product>(own.x), convert_pair<T, Product>(own.y), convert_pair<T, Product>(own.z),
-                     convert_pair<T, Product>(own.w));
+      x = convert_pairs<T, Product>(x);
     });
   }
 
@@ -130,7 +122,7 @@ class LatentMmaItem {
   __device__ static int load_row() { return thread_of_cta() / kCopyThreads % kTile; }
   __device__ static int load_panel(int i) { return thread_of_cta() / (kCopyThreads * kTile) + i * kPanelsApart; }
   __device__ static bool loads(int panel) {
-    return panel < panels(kDim) && load_column() < columns(panel) * Kv::kBytes / kCopyBytes;
+    return panel < panels(kDim) && load_column() < Sizes::columns(panel) * Kv::kBytes / kCopyBytes;
   }
   // The slot of this thread's row of the tile from `begin` on.
   __device__ __forceinline__ int slot_of(int begin) const {
@@ -164,9 +156,7 @@ class LatentMmaItem {
         const int panel = load_panel(i);
         if (!loads(panel)) continue;
         uint8_t* const to = memory_.tiles[at] + panel * kPanel;
-        uint4 low, high;
-        Kv::adjacent(ahead_[i].x, low.x, low.y), Kv::adjacent(ahead_[i].y, low.z, low.w);
-        Kv::adjacent(ahead_[i].z, high.x, high.y), Kv::adjacent(ahead_[i].w, high.z, high.w);
+        const uint4 low = Kv::adjacent(ahead_[i].x, ahead_[i].y), high = Kv::adjacent(ahead_[i].z, ahead_[i].w);
         *reinterpret_cast<uint4*>(to + panel_offset(load_row(), 2 * load_column(), 0)) = low;
         *reinterpret_cast<uint4*>(to + panel_offset(load_row(), 2 * load_column() + 1, 0)) = high;
       }
@@ -176,8 +166,8 @@ class LatentMmaItem {
   // This warp's scores, to shared memory.
   __device__ __forceinline__ void scores(const uint8_t* tile) {
     const unsigned lane = lane_id();
-    const int block = warp() % kBlocks, part = warp() / kBlocks % kParts,
-              first = warp() / (kBlocks * kParts) * kScoreTokens;
+    const int block = warp_id() % kBlocks, part = warp_id() / kBlocks % kParts,
+              first = warp_id() / (kBlocks * kParts) * kScoreTokens;
     const uint32_t q = shared_address(memory_.q), k = shared_address(tile);
     float s[kScoreTokens / 8][4] = {};
 #pragma unroll 4
@@ -203,7 +193,7 @@ class LatentMmaItem {
     return memory_.scores[(part * kM + row) * Memory::kScoreRow + token];
   }
   // The row that this thread turns into weights, together with others of its warp.
-  __device__ static int row() { return warp() * kWarpRows + lane_id() / kRowThreads; }
+  __device__ static int row() { return warp_id() * kWarpRows + lane_id() / kRowThreads; }
 
   __device__ __forceinline__ float over_row(float x, bool most) const {
 #pragma unroll
@@ -226,8 +216,8 @@ class LatentMmaItem {
       if constexpr (Variant::kCaps) cap_score(s[i], p_);
       bool hidden = token >= left;
       if constexpr (Variant::kMasks)
-        hidden |= item_.draft > 0 && (hidden_from(memory_.masks[row], token - (left - item_.draft)) & 1) != 0;
-      if constexpr (Variant::kLimits) hidden |= Limits(left, memory_.behind[row], p_).hide(token);
+        hidden |= item_.draft > 0 && (hidden_from(memory_.rows.masks[row], token - (left - item_.draft)) & 1) != 0;
+      if constexpr (Variant::kLimits) hidden |= Limits(left, memory_.rows.behind[row], p_).hide(token);
       if (hidden) s[i] = -INFINITY;
     }
     float higher = s[0];
@@ -266,7 +256,7 @@ class LatentMmaItem {
 #pragma unroll
       for (int pair = 0; pair < kColumns / 16; ++pair) {
         uint32_t b[4];
-        const int chunk = warp() * (kColumns / 8) + 2 * pair + lane / 16;
+        const int chunk = warp_id() * (kColumns / 8) + 2 * pair + lane / 16;
         load_matrices_transposed(b, v + panel_offset(step * 16 + lane % 16, chunk, kPanel));
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
@@ -283,17 +273,17 @@ class LatentMmaItem {
     const unsigned lane = lane_id();
     const float sum = over_row(sum_, false);
     if (lane % kRowThreads == 0) {
-      const RowTarget to(memory_.targets[row()]);
+      const RowTarget to(memory_.rows.targets[row()]);
       memory_.norms[row()] = norm_of<Kv>(Variant::kSinks && to.used() ? sum_with_sink(sum, row_max_, to, p_) : sum, p_);
       if (to.used()) results.store_lse2(to, lse2(row_max_, sum, p_));
     }
     // Nobody multiplies Q any more either.
     __syncthreads();
-    const int first = warp() * (kColumns / 8);
+    const int first = warp_id() * (kColumns / 8);
 #pragma unroll
     for (int i = 0; i < kBlocks * 2; ++i) {
       const int row = i / 2 * 16 + lane / 4 + i % 2 * 8;
-      const RowTarget to(memory_.targets[row]);
+      const RowTarget to(memory_.rows.targets[row]);
       const float norm = memory_.norms[row];
 #pragma unroll
       for (int chunk = 0; chunk < kColumns / 8; ++chunk) {
@@ -306,7 +296,7 @@ class LatentMmaItem {
 #pragma unroll 2
     for (int i = lane; i < kM * kColumns / 8; i += kWarpSize) {
       const int row = i / (kColumns / 8), chunk = first + i % (kColumns / 8);
-      const RowTarget to(memory_.targets[row]);
+      const RowTarget to(memory_.rows.targets[row]);
       if (to.used())
         results.store_packed(to, chunk * 8, *reinterpret_cast<const uint4*>(memory_.q + panel_offset(row, chunk, kQPanel)));
     }

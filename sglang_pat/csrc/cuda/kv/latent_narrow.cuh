@@ -5,7 +5,6 @@
 #pragma once
 
 #include "../latent_wgmma_ptx.cuh"
-#include "../products.cuh"
 #include "latent_ring.cuh"
 
 namespace pat {
@@ -160,7 +159,7 @@ class LatentNarrowRows {
   }
 
  private:
-  __device__ const LatentRows& rows() const { return memory_.rows[item_ % 2]; }
+  __device__ const LatentRows<kWarpgroupRows>& rows() const { return memory_.rows[item_ % 2]; }
   __device__ float* sums(int warpgroup) const { return memory_.sums[item_ % 2][warpgroup]; }
   __device__ static int warp() { return thread_of<kWarpgroupThreads>() / kWarpSize; }
   // The row of Q of a thread's i-th column of S^T.

@@ -19,7 +19,6 @@ constexpr int kLatentComputing = kLatentWarpgroups * kWarpgroupThreads;
 constexpr int kLatentThreads = kLatentComputing + kLatentProducers;
 constexpr int kLatentItems = 64;  // looked up at a time: memory is scarce
 constexpr int kLatentTiles = 2;   // in the ring
-constexpr int kPanelBytes = kTokens * kPanelRow;
 
 enum LatentPiece { kFirstHalf, kSecondHalf, kRope, kPieces };
 
@@ -97,11 +96,12 @@ class LatentCursor {
 };
 
 // What is known of an item's rows.
+template <int kRows>
 struct LatentRows {
-  int targets[kWarpgroupRows];
-  uint32_t sources[kWarpgroupRows], rope_sources[kWarpgroupRows];  // `source_of` each row
-  uint64_t masks[Variant::kMasks ? kWarpgroupRows : 1];
-  int behind[Variant::kLimits ? kWarpgroupRows : 1];
+  int targets[kRows];
+  uint32_t sources[kRows], rope_sources[kRows];  // `source_of` each row
+  uint64_t masks[Variant::kMasks ? kRows : 1];
+  int behind[Variant::kLimits ? kRows : 1];
 };
 
 // The stages of a KV tile, for consumers. As each warpgroup sees every tile full, or hears so from the one that did, a wait
@@ -132,7 +132,7 @@ struct LatentMemory {
   alignas(1024) uint8_t ring[kLatentTiles][Sizes::kTileBytes];
   // [rows, dim], panels of 64 rows; in the end an item's output.
   alignas(1024) uint8_t q[Sizes::kTileBytes];
-  LatentRows rows[2];                                           // of an item and the next one
+  LatentRows<kWarpgroupRows> rows[2];                           // of an item and the next one
   float row_max[kLatentWarpgroups][kWarpgroupRows];             // of a row up to the last tile of each warpgroup
   float maxima[kLatentWarpgroups][kWarpgroupWarps][kSlotRows];  // of a narrow item's tile by each warp, for the others
   // Of an item's rows in the end, for the other warpgroup, by each warp or all together; and of the next item.
@@ -167,8 +167,8 @@ __device__ __forceinline__ void start_product_with_k(const LatentStages& stages,
 }
 
 // Where Q and the result of an item's row are, and what the row sees. Its mask is a copy on its way.
-template <typename T, typename Rows>
-__device__ __forceinline__ void look_up_latent_row(const Params& p, const Item& item, int row, Rows& to) {
+template <typename T, int kRows>
+__device__ __forceinline__ void look_up_latent_row(const Params& p, const Item& item, int row, LatentRows<kRows>& to) {
   to.targets[row] = RowTarget::kNone, to.sources[row] = kNoSource;
   if constexpr (Variant::kLimits) to.behind[row] = 0;
   const RowQuery query(p, item, first_row_of(item) + row);
@@ -208,7 +208,7 @@ class LatentQueries {
   // Copies Q of the next item.
   __device__ void copy() {
     const int rows = items_.get(kWide, queries_.item()).m;
-    const LatentRows& from = memory_.rows[queries_.item() % 2];
+    const auto& from = memory_.rows[queries_.item() % 2];
     queries_.wait_empty(rows);
     const int column = thread() % kRowThreads, first = thread() / kRowThreads;
     uint8_t* const to = memory_.q + queries_.first_row(rows) * kPanelRow + panel_offset(first, column, 0);
@@ -245,9 +245,7 @@ class LatentQueries {
     for (int panel = 0; panel < Sizes::kPanels; ++panel) {
       if (column >= Sizes::columns(panel) / 8) continue;
       uint4& x = *reinterpret_cast<uint4*>(row + panel * kPanelBytes);
-      const uint4 own = x;
-      x = make_uint4(convert_pair<T, Product>(own.x), convert_pair<T, Product>(own.y), convert_pair<T, Product>(own.z),
-                     convert_pair<T, Product>(own.w));
+      x = convert_pairs<T, Product>(x);
     }
   }
 
@@ -391,7 +389,8 @@ class LatentProducer {
       const int panel = i / kRows;
       if (!has(panel)) continue;
       const int at = panel * kPanelBytes + i % kRows * kStride * kPanelRow;
-      store(low + at, own.x, own.y), store(high + at, own.z, own.w);
+      *reinterpret_cast<uint4*>(low + at) = Kv::adjacent(own.x, own.y);
+      *reinterpret_cast<uint4*>(high + at) = Kv::adjacent(own.z, own.w);
     }
     arrive(ring_.full_barrier());
   }
@@ -403,11 +402,6 @@ class LatentProducer {
   }
   // Whether a panel has this thread's columns.
   __device__ static bool has(int panel) { return column() < Sizes::columns(panel) / kCopyBytes; }
-  __device__ static void store(uint8_t* to, uint32_t low, uint32_t high) {
-    uint4 numbers;
-    Kv::adjacent(low, numbers.x, numbers.y), Kv::adjacent(high, numbers.z, numbers.w);
-    *reinterpret_cast<uint4*>(to) = numbers;
-  }
 
   const Params& p_;
   const Items<kLatentItems>& items_;

@@ -3,8 +3,6 @@
 // [64, v_dim / 2], are in registers as softmax.cuh describes. latent.cuh says in which order.
 #pragma once
 
-#include "../latent_wgmma_ptx.cuh"
-#include "../products.cuh"
 #include "latent_ring.cuh"
 
 namespace pat {
@@ -97,7 +95,7 @@ class LatentWideRows {
   }
 
  private:
-  __device__ const LatentRows& rows() const { return memory_.rows[item_ % 2]; }
+  __device__ const LatentRows<kWarpgroupRows>& rows() const { return memory_.rows[item_ % 2]; }
   __device__ float* sums(int warpgroup) const { return memory_.sums[item_ % 2][warpgroup]; }
   // The first of this thread's two rows; the second is 8 further.
   __device__ static int first_row() { return thread_of<kWarpgroupThreads>() / kWarpSize * 16; }

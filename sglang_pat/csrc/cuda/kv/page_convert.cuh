@@ -22,7 +22,6 @@ struct WidePageMemory {
 template <int kBits, int kDim>
 class RecordPanels {
   using R = Record<kBits, kDim>;
-  static constexpr int kPanel = kTokens * kPanelRow;
   static constexpr uint32_t kMost = 0x7bff7bff;  // largest __half, twice: an infinity would spoil all sums
 
  public:
@@ -76,8 +75,8 @@ class RecordPanels {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         // Threads of neighbouring steps begin with different halves, so that together they use all banks.
-        const int eight = (i + step) % 2, bits = kBits * R::field_of(step, eight);
-        const uint32_t mask = kCode << bits, factor = kOne - bits * kBit, minus = kMinusCodeBase - bits * kBit;
+        const int eight = (i + step) % 2, field = R::field_of(step, eight), bits = kBits * field;
+        const uint32_t factor = kOne - bits * kBit, minus = kMinusCodeBase - bits * kBit;
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
           const uint32_t scale = __byte_perm(upper ? own.y : own.x, 0, 0x1010);
@@ -85,7 +84,7 @@ class RecordPanels {
           uint32_t numbers[4];
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            const uint32_t code = mask_or(upper ? tokens[odd][j] >> 8 : tokens[odd][j], mask, kCodeBase);
+            const uint32_t code = R::in_field(upper ? tokens[odd][j] >> 8 : tokens[odd][j], field);
             numbers[j] = number(multiply_add_pair(code, factor, minus), scale, zero);
           }
           write(stage, 16 * chunk() + 2 * pair + odd + 8 * upper, 2 * step + eight, numbers);
@@ -95,7 +94,6 @@ class RecordPanels {
   }
 
  private:
-  static constexpr uint32_t kCode = ((1u << kBits) - 1) * 0x00010001;
   static constexpr uint32_t kOne = 0x3c003c00, kBit = 0x04000400;  // 1, twice; and the step of the exponent, from 1 to 2
 
   static __device__ int chunk() { return thread_of<kWarpgroupThreads>() / kWarpSize; }
@@ -110,7 +108,7 @@ class RecordPanels {
   }
 
   static __device__ __forceinline__ void write(uint8_t* stage, int token, int column, const uint32_t (&numbers)[4]) {
-    *reinterpret_cast<uint4*>(stage + panel_offset(token, column, kPanel)) =
+    *reinterpret_cast<uint4*>(stage + panel_offset(token, column, kPanelBytes)) =
         make_uint4(numbers[0], numbers[1], numbers[2], numbers[3]);
   }
 };
@@ -234,9 +232,8 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
         // Zeros behind the end: memory may hold NaN.
         uint4 x = {};
         if (first + i * kStride < left) x = *reinterpret_cast<const uint4*>(from + uint64_t(i * kStride) * stride);
-        x = make_uint4(convert_pair<T, Product>(x.x), convert_pair<T, Product>(x.y), convert_pair<T, Product>(x.z),
-                       convert_pair<T, Product>(x.w));
-        *reinterpret_cast<uint4*>(stage() + panel_offset(first + i * kStride, column, kTokens * kPanelRow)) = x;
+        *reinterpret_cast<uint4*>(stage() + panel_offset(first + i * kStride, column, kPanelBytes)) =
+            convert_pairs<T, Product>(x);
       }
       stage_full();
     }

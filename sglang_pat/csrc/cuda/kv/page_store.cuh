@@ -8,7 +8,6 @@
 
 #include <cmath>
 
-#include "../smem.cuh"
 #include "page_record.cuh"
 
 #include "../../fit.h"

@@ -3,7 +3,6 @@
 // a thread decodes eight channels of a token at a time, so whole rows are written.
 #pragma once
 
-#include "../smem.cuh"
 #include "page_record.cuh"
 
 namespace pat {

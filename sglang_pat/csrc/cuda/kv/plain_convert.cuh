@@ -50,7 +50,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
     const int row = int(thread() / kRowThreads);
     const int half = (column() / (kPanelColumns / kCopyBytes) + source(row) / kPanelRow) % 2;
     source_ = fresh(source(row) + half * kCopyBytes / 2);
-    panel_ = fresh(panel_offset(row, 2 * column() + half, kTokens * kPanelRow));
+    panel_ = fresh(panel_offset(row, 2 * column() + half, kPanelBytes));
   }
 
   // All items of one look-up. The first two iterations have no item: they issue the slots of the first tiles, then their
@@ -190,9 +190,8 @@ class ConvertingProducer : TileRows<kDim, kDim> {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint2 bytes = loaded[i][half];
-          uint4 numbers;
-          Kv::adjacent(bytes.x, numbers.x, numbers.y), Kv::adjacent(bytes.y, numbers.z, numbers.w);
-          *reinterpret_cast<uint4*>(stage + next_row(panel_ ^ half * kCopyBytes, i * kStride)) = numbers;
+          *reinterpret_cast<uint4*>(stage + next_row(panel_ ^ half * kCopyBytes, i * kStride)) =
+              Kv::adjacent(bytes.x, bytes.y);
         }
       }
     }

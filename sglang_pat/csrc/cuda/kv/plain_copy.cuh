@@ -91,9 +91,9 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     const unsigned v_column = column % kVRowThreads;
     const char* k = fresh(static_cast<const char*>(p_.k) + item.kv.head * p_.k_head + column * 16);
     const char* v = fresh(static_cast<const char*>(p_.v) + item.kv.head * p_.v_head + v_column * 16);
-    const Place k_at = {column, panel_offset(first, column, kTokens * kPanelRow)};
+    const Place k_at = {column, panel_offset(first, column, kPanelBytes)};
     const Place v_at = {v_column,
-                        kVRowsAtATime == 1 ? k_at.offset : panel_offset(first_row<true>(), v_column, kTokens * kPanelRow)};
+                        kVRowsAtATime == 1 ? k_at.offset : panel_offset(first_row<true>(), v_column, kPanelBytes)};
     const int own = own_row(), tokens = item.tokens;  // a copy, because ptxas would read shared memory again for each tile
     const int32_t* slots = p_.req_to_token + item.slots + own;
     // Consumers multiply K of their next tile before V of this one, so copies are issued in that order. Alternating

@@ -17,7 +17,7 @@ class DirectProducer {
   static constexpr int kThreads = stage_threads(kDim), kSets = kDirectSets, kApart = kSets / 2;
   // A thread has some rows of a tile, and of each 16 bytes of every panel. Its rows have the same swizzle.
   static constexpr int kRowThreads = kPanelColumns / kCopyBytes, kStride = kThreads / kRowThreads;
-  static constexpr int kRows = kTokens / kStride, kPanelBytes = kTokens * kPanelRow;
+  static constexpr int kRows = kTokens / kStride;
   static constexpr int kChunks = kDim / kPanelColumns, kVChunks = kVDim / kPanelColumns;
   // Tiles from one whose slots are loaded to one whose slots are prefetched. As L2 may read 64 bytes for a prefetch and not a
   // line (CUDA C++ API, `cudaLimitMaxL2FetchGranularity`), each is of so many.
@@ -175,16 +175,12 @@ class DirectProducer {
         if (!has(panel)) continue;
         const uint4 own = bytes_[i][panel];
         const int at = panel * kPanelBytes + i * kStride * kPanelRow;
-        store(low + at, own.x, own.y), store(high + at, own.z, own.w);
+        *reinterpret_cast<uint4*>(low + at) = Kv::adjacent(own.x, own.y);
+        *reinterpret_cast<uint4*>(high + at) = Kv::adjacent(own.z, own.w);
       }
     }
     arrive(ring_.full_barrier());
     ring_.advance(kSets);
-  }
-  __device__ static void store(uint8_t* to, uint32_t low, uint32_t high) {
-    uint4 numbers;
-    Kv::adjacent(low, numbers.x, numbers.y), Kv::adjacent(high, numbers.z, numbers.w);
-    *reinterpret_cast<uint4*>(to) = numbers;
   }
 
   const Params& p_;
