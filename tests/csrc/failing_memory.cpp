@@ -50,7 +50,7 @@ std::vector<int64_t> state(Server& server, int64_t nodes, const std::vector<int6
     int64_t parent = 0, length = 0;
     const bool known = scheduler.find(id, parent, length) != pat::kNone;
     found.insert(found.end(), {known, parent, length});
-    for (int64_t head = 0; known && head < kHeads; ++head) found.push_back(scheduler.child(id, pat::Head{head, 0}));
+    for (int64_t head = 0; known && head < kHeads; ++head) found.push_back(scheduler.child(id, head, 0));
   }
   for (const int64_t key : keys) {
     int64_t node = 0, end = 0;
@@ -125,13 +125,13 @@ int main() {
     };
     for (int step = 0; step < 400; ++step) {
       const unsigned kind = random() % 100;
-      const pat::Head head{int64_t(random() % kHeads), 0};
+      const int64_t head = random() % kHeads;
       if (kind < 35) {
         const int64_t id = ++nodes, parent = any_node(), length = 1 + random() % 200;
-        both("insert", [=](pat::Scheduler& s) { s.insert(id, parent, length, head); });
+        both("insert", [=](pat::Scheduler& s) { s.insert(id, parent, length, head, 0); });
       } else if (kind < 50) {
         const int64_t id = any_node(), upper = ++nodes, length = 1 + random() % 100;
-        both("split", [=](pat::Scheduler& s) { s.split(id, upper, length, head); });
+        both("split", [=](pat::Scheduler& s) { s.split(id, upper, length, head, 0); });
       } else if (kind < 75) {
         const int64_t key = any_key(), node = any_node();
         both("bind", [=](pat::Scheduler& s) { s.bind(key, node); });

@@ -34,7 +34,7 @@ int main() {
     for (int request = 0; request < kBatch; ++request) {
       const size_t parent = random() % 3 == 0 ? nodes.size() - 1 : random() % nodes.size();
       const int64_t node = int64_t(nodes.size()), length = 1 + random() % 200;
-      scheduler.insert(node, nodes[parent], length, pat::Head{node, plan});
+      scheduler.insert(node, nodes[parent], length, node, plan);
       nodes.push_back(node), ends.push_back(ends[parent] + length);
       const size_t path = random() % 2 ? nodes.size() - 1 : random() % nodes.size();
       scheduler.bind(request, nodes[path]);

@@ -44,13 +44,13 @@ int main() {
     std::vector<int32_t> first(1 << 16), second(1 << 16);
     pat::Scheduler scheduler(config, {{first.data(), 1 << 16}, {second.data(), 1 << 16}}, kBatch, 1 << 20);
     std::vector<int64_t> seq_lens(kBatch, kSeqLen);
-    scheduler.insert(1, pat::kRootId, 500, pat::Head{1, 1});
+    scheduler.insert(1, pat::kRootId, 500, 1, 1);
     int64_t node = 1;
     std::vector<int64_t> running;
     running.reserve(kBatch);
     const auto join = [&] {
       ++node;
-      scheduler.insert(node, 1, 300, pat::Head{node, 0});
+      scheduler.insert(node, 1, 300, node, 0);
       running.push_back(int64_t(running.size()));
       scheduler.bind(running.back(), node);
       scheduler.expect(running.back(), kSeqLen);
@@ -68,7 +68,7 @@ int main() {
       }
       for (int i = 0; i < 20; ++i) {
         join();
-        scheduler.split(node, 1000000 + node, 100, pat::Head{-node, 0});
+        scheduler.split(node, 1000000 + node, 100, -node, 0);
         step(i % 2);
       }
     };

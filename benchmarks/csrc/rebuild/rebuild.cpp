@@ -42,7 +42,7 @@ int64_t rebuild(int64_t handle, TensorView rows, int64_t page, TensorView seq_le
       };
       while (end < width && all_have(end)) ++end;
       const int64_t node = ++nodes;
-      scheduler.insert(node, group.node, (end - group.block) * page, pat::Head{block, 0});
+      scheduler.insert(node, group.node, (end - group.block) * page, block, 0);
       for (const int32_t query : queries) last[query] = node;
       stack.push_back(Group{std::move(queries), node, end});
     }

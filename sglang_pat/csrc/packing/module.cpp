@@ -24,7 +24,6 @@
 
 namespace {
 
-using pat::Head;
 using pat::Scheduler;
 using tvm::ffi::TensorView;
 
@@ -210,21 +209,9 @@ void abandon() {
   schedulers.clear();
 }
 
-void insert(int64_t handle, int64_t node, int64_t parent, int64_t length, int64_t high, int64_t low) {
-  guarded([&] { at(handle).insert(node, parent, length, Head{high, low}); });
-}
-
-void split(int64_t handle, int64_t node, int64_t upper, int64_t length, int64_t high, int64_t low) {
-  guarded([&] { at(handle).split(node, upper, length, Head{high, low}); });
-}
-
 bool find(int64_t handle, int64_t node, TensorView parent_and_length) {
   int64_t* to = data<int64_t>(parent_and_length, "parent_and_length", 2);
   return at(handle).find(node, to[0], to[1]) > pat::kRoot;
-}
-
-int64_t child(int64_t handle, int64_t parent, int64_t high, int64_t low) {
-  return guarded([&] { return at(handle).child(parent, Head{high, low}); });
 }
 
 bool binding(int64_t handle, int64_t request, TensorView node_and_end) {
@@ -325,15 +312,15 @@ struct Method<kMethod> {
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(create, create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(destroy, destroy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(abandon, abandon);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(insert, insert);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(split, split);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(insert, Method<&Scheduler::insert>::call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(split, Method<&Scheduler::split>::call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(evict, Method<&Scheduler::evict>::call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(reset, Method<&Scheduler::reset>::call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind, Method<&Scheduler::bind>::call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(release, Method<&Scheduler::release>::call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(withdraw, Method<&Scheduler::withdraw>::call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(find, find);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(child, child);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(child, Method<&Scheduler::child>::call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(any_request, Method<&Scheduler::any_request>::call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(binding, binding);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expect, Method<&Scheduler::expect>::call);

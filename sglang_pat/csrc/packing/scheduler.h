@@ -59,16 +59,16 @@ class Scheduler {
     if (thread_.joinable()) thread_.join();
   }
 
-  // Events; mirror.h says what they do and when they throw.
+  // Events; mirror.h says what they do and when they throw. `high` and `low` are a node's head.
 
-  void insert(int64_t id, int64_t parent, int64_t length, Head head) {
+  void insert(int64_t id, int64_t parent, int64_t length, int64_t high, int64_t low) {
     std::lock_guard<std::mutex> lock(mutex_);
-    mirror_.insert(id, parent, length, head);
+    mirror_.insert(id, parent, length, {high, low});
   }
 
-  void split(int64_t id, int64_t upper, int64_t length, Head head) {
+  void split(int64_t id, int64_t upper, int64_t length, int64_t high, int64_t low) {
     std::lock_guard<std::mutex> lock(mutex_);
-    mirror_.split(id, upper, length, head);
+    mirror_.split(id, upper, length, {high, low});
   }
 
   // Requests below the node stay in the batch, and share nothing any more.
@@ -118,10 +118,10 @@ class Scheduler {
     return node;
   }
 
-  // The node below `parent` that starts with `head`; kRootId if there is none.
-  int64_t child(int64_t parent, Head head) {
+  // The node below `parent` that starts with this head; kRootId if there is none.
+  int64_t child(int64_t parent, int64_t high, int64_t low) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const int32_t node = mirror_.child(mirror_.known(parent), head);
+    const int32_t node = mirror_.child(mirror_.known(parent), {high, low});
     return node == kNone ? kRootId : mirror_.node(node).id;
   }
 
