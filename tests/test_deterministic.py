@@ -34,6 +34,7 @@ from hypothesis import strategies as st
 
 from sglang_pat import compat, plugin
 from sglang_pat.backend import executors
+from sglang_pat.backend.errors import UnsupportedError
 from sglang_pat.backend.extends import planned
 from sglang_pat.backend.extends.planned import rounds
 from sglang_pat.backend.start import support
@@ -171,7 +172,7 @@ def test_a_prefill_that_is_not_cut_alike_is_found_out() -> None:
 
 def test_latents_are_refused() -> None:
     runner: Any = SimpleNamespace(use_mla_backend=True)
-    with pytest.raises(support.UnsupportedError, match="for MLA models like DeepSeek"):
+    with pytest.raises(UnsupportedError, match="for MLA models like DeepSeek"):
         support._check_deterministic(runner, "DeepSeek")
 
 

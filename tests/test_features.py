@@ -15,8 +15,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_pat import compat, platform, plugin
+from sglang_pat.backend.errors import UnsupportedError
 from sglang_pat.backend.start import features
-from sglang_pat.backend.start.support import UnsupportedError
 
 TESTS = Path(__file__).parent
 ALL = [feature for group in features.FEATURES.values() for feature in group]

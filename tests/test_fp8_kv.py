@@ -21,6 +21,7 @@ from forked import ForkedServer
 from safetensors.torch import load_file, save_file
 
 from sglang_pat import compat
+from sglang_pat.backend.errors import UnsupportedError
 from sglang_pat.backend.start import support
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
@@ -276,5 +277,5 @@ def test_other_formats_are_refused(device: str, dtype: torch.dtype, form: torch.
         device=device, dtype=dtype, kv_cache_dtype=form, model_config=config, token_to_kv_pool=None,
         req_to_token_pool=None, use_mla_backend=False,
     )  # fmt: skip
-    with pytest.raises(support.UnsupportedError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         support.check_model(runner, fallback="triton")

@@ -30,6 +30,7 @@ from trees import random_batch
 
 from sglang_pat import compat, model_config, plugin
 from sglang_pat.backend import create
+from sglang_pat.backend.errors import UnsupportedError
 from sglang_pat.backend.kv import NewTokens
 from sglang_pat.backend.kv.choose import store_of
 from sglang_pat.backend.kv.latent import LatentStore
@@ -183,7 +184,7 @@ def test_the_layers_are_those_that_read_latents() -> None:
 def test_layers_that_do_not_fit_the_pool_are_refused() -> None:
     runner = model_of_latents()
     runner.model[1].attn_mqa = RadixAttention(4, 96, 1.0, 1, layer_id=1, v_head_dim=64)
-    with pytest.raises(support.UnsupportedError, match="in a KV pool of 80 and 64, which DeepseekV2ForCausalLM uses"):
+    with pytest.raises(UnsupportedError, match="in a KV pool of 80 and 64, which DeepseekV2ForCausalLM uses"):
         support.check_model(runner, "torch_native")
 
 
@@ -208,7 +209,7 @@ def test_layers_that_do_not_fit_the_pool_are_refused() -> None:
 def test_what_is_not_served_is_named(architecture: str, device: str, config: dict[str, Any], message: str) -> None:
     runner = model_of_latents(device, architecture, **config)
     with pytest.raises(
-        support.UnsupportedError, match=f"does not support {message}.*, which {architecture} uses: leave it out"
+        UnsupportedError, match=f"does not support {message}.*, which {architecture} uses: leave it out"
     ):
         support.check_model(runner, "triton")
 
@@ -219,12 +220,10 @@ def test_what_a_gpu_serves_is_refused_again_by_one_name(kv: torch.dtype, monkeyp
     found = support.check_model(model_of_latents("cuda", rank=512, rope=64, kv=kv), "triton")
     assert found == {AttentionSpec(4, 1, 576, 512, layers.kv_format(kv), latent=True): 2}
     for rank, rope in ((64, 16), (512, 0)):
-        with pytest.raises(
-            support.UnsupportedError, match=r"does not support latents of .*, which DeepseekV2ForCausal"
-        ):
+        with pytest.raises(UnsupportedError, match=r"does not support latents of .*, which DeepseekV2ForCausal"):
             support.check_model(model_of_latents("cuda", rank=rank, rope=rope, kv=kv), "triton")
     monkeypatch.setattr(model_config, "LATENTS_ON_GPUS", False)
-    with pytest.raises(support.UnsupportedError, match="MLA on a GPU, which DeepseekV2ForCausalLM uses: leave it out"):
+    with pytest.raises(UnsupportedError, match="MLA on a GPU, which DeepseekV2ForCausalLM uses: leave it out"):
         support.check_model(model_of_latents("cuda", rank=512, rope=64, kv=kv), "triton")
 
 
@@ -276,7 +275,7 @@ def test_a_second_backend(
     if problem is None:
         assert support.check_model(runner, "triton")
         return
-    with pytest.raises(support.UnsupportedError, match=f"does not support {problem}, as a second backend: let pat do"):
+    with pytest.raises(UnsupportedError, match=f"does not support {problem}, as a second backend: let pat do"):
         support.check_model(runner, "triton")
 
 
@@ -288,7 +287,7 @@ def test_drafts_with_latents_on_another_backend_are_refused(monkeypatch: pytest.
         factory = SimpleNamespace(draft_attn_backend=named, draft_model_runner=runner)
         assert plugin.draft_backend(lambda factory: factory.draft_attn_backend, factory) == "fa3"
     factory = SimpleNamespace(draft_attn_backend="triton", draft_model_runner=runner)
-    with pytest.raises(support.UnsupportedError, match=r"drafts of MLA models on triton .*, and they run on fa3"):
+    with pytest.raises(UnsupportedError, match=r"drafts of MLA models on triton .*, and they run on fa3"):
         plugin.draft_backend(lambda factory: factory.draft_attn_backend, factory)
 
 
@@ -312,14 +311,14 @@ def test_models_treat_pat_as_the_backend_that_prefills(monkeypatch: pytest.Monke
 def test_sinks_that_sglang_would_drop_are_refused() -> None:
     runner = model_of_latents()
     runner.model[1].learnable_sink_param = torch.nn.Parameter(torch.zeros(4))
-    with pytest.raises(support.UnsupportedError, match="MLA with attention sinks, which DeepseekV2ForCausalLM uses"):
+    with pytest.raises(UnsupportedError, match="MLA with attention sinks, which DeepseekV2ForCausalLM uses"):
         support.check_model(runner, "torch_native")
 
 
 def test_latents_of_few_bits_are_refused() -> None:
     message = r"a KV cache of int4 \(SGLANG_PAT_KV\) for MLA models like DeepseekV2ForCausalLM: unset it"
     for device in ("cpu", "cuda"):
-        with pytest.raises(support.UnsupportedError, match=message):
+        with pytest.raises(UnsupportedError, match=message):
             support.check_low_bit(model_of_latents(device), {"SGLANG_PAT_KV": "int4"})
 
 

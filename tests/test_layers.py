@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from sglang_pat import compat, plugin
 from sglang_pat.backend import create, groups
+from sglang_pat.backend.errors import UnsupportedError
 from sglang_pat.backend.start import layers, support
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, AttentionSpec
@@ -61,7 +62,7 @@ def test_layers_that_cap_scores_are_told_from_others() -> None:
         token_to_kv_pool=None, model=model, kv_cache_dtype=torch.float32, model_config=SimpleNamespace(context_len=512)
     )
     assert {spec.capped: count for spec, count in layers.count(runner).items()} == {False: 2, True: 2}
-    assert [layers.logit_cap(layer) for layer in model] == [0.0, 0.0, 50.0, 30.0]
+    assert [compat.model.logit_cap(layer) for layer in model] == [0.0, 0.0, 50.0, 30.0]
 
 
 def encoder(window: int = -1) -> SimpleNamespace:
@@ -87,7 +88,7 @@ def test_an_encoder_is_not_counted() -> None:
 
 
 def test_an_encoder_with_a_window_is_refused() -> None:
-    with pytest.raises(support.UnsupportedError, match="encoder-only attention with a window, which Both uses"):
+    with pytest.raises(UnsupportedError, match="encoder-only attention with a window, which Both uses"):
         support.check_model(encoder(window=63), fallback="triton")
 
 
@@ -100,7 +101,7 @@ def test_chunks_are_refused_where_the_model_has_them() -> None:
     support.check_model(runner, fallback="triton")
     runner.model_config.hf_config = PretrainedConfig(architectures=["Llama4ForConditionalGeneration"])
     with pytest.raises(
-        support.UnsupportedError, match=r"attention in chunks \(Llama 4\), which Llama4ForConditionalGeneration uses"
+        UnsupportedError, match=r"attention in chunks \(Llama 4\), which Llama4ForConditionalGeneration uses"
     ):
         support.check_model(runner, fallback="triton")
 
@@ -115,7 +116,7 @@ def test_a_model_that_asks_for_log_sum_exps_is_refused_at_start() -> None:
     attention.attn, attention.enable_sink_attention = RadixAttention(8, 64, 1.0, 2, layer_id=0), False
     support.check_model(runner, fallback="triton")
     attention.enable_sink_attention = True
-    with pytest.raises(support.UnsupportedError, match=r"log-sum-exps .* \(IQuest-Q1\), which Both uses"):
+    with pytest.raises(UnsupportedError, match=r"log-sum-exps .* \(IQuest-Q1\), which Both uses"):
         support.check_model(runner, fallback="triton")
 
 
@@ -272,12 +273,12 @@ def test_a_hybrid_pool_is_written_and_read_by_the_layers_own_ids() -> None:
 
 def test_hybrid_models_are_refused_where_their_other_layers_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        support.UnsupportedError, match=r"does not support hybrid models like Both on a CPU, .* serve it on a GPU"
+        UnsupportedError, match=r"does not support hybrid models like Both on a CPU, .* serve it on a GPU"
     ):
         support.check_model(hybrid_runner(), "triton")
     monkeypatch.setattr(compat.stock, "lists_gdn_backends", lambda _: True)
     with pytest.raises(
-        support.UnsupportedError, match=r"does not support Both on a Blackwell GPU, .* use --attention-backend triton"
+        UnsupportedError, match=r"does not support Both on a Blackwell GPU, .* use --attention-backend triton"
     ):
         support.check_model(hybrid_runner("cuda"), "triton")
 
@@ -302,7 +303,7 @@ def test_beside_a_pool_for_windows_torch_native_is_refused(phase: str) -> None:
 def test_hybrid_models_with_a_pool_for_windows_are_refused() -> None:
     runner = hybrid_runner("cuda")
     runner.token_to_kv_pool = pool_for_windows([1], [0])
-    with pytest.raises(support.UnsupportedError, match="hybrid models like Both with a KV pool for windows"):
+    with pytest.raises(UnsupportedError, match="hybrid models like Both with a KV pool for windows"):
         support.check_model(runner, "triton")
 
 
@@ -326,7 +327,7 @@ def test_sglang_lists_backends_beside_gated_delta_nets_on_blackwell(monkeypatch:
 def test_hybrid_models_with_mla_are_refused_for_it() -> None:
     runner = hybrid_runner("cuda")
     runner.use_mla_backend = True
-    with pytest.raises(support.UnsupportedError, match="does not support MLA in hybrid models like Both"):
+    with pytest.raises(UnsupportedError, match="does not support MLA in hybrid models like Both"):
         support.check_model(runner, "triton")
 
 
@@ -337,9 +338,7 @@ def test_hybrid_models_are_served_from_the_pool_of_their_attention_only(monkeypa
     monkeypatch.setattr(compat.stock, "lists_gdn_backends", lambda _: False)
     support.check_model(runner, "triton")
     runner.token_to_kv_pool.__class__ = type("OtherPool", (type(runner.token_to_kv_pool),), {})
-    with pytest.raises(
-        support.UnsupportedError, match="does not support a KV pool of the kind OtherPool, which Both uses"
-    ):
+    with pytest.raises(UnsupportedError, match="does not support a KV pool of the kind OtherPool, which Both uses"):
         support.check_model(runner, "triton")
 
 
@@ -350,7 +349,5 @@ def test_a_backend_that_asks_the_first_layer_for_kv_does_not_prefill(monkeypatch
     runner = hybrid_runner("cuda")
     runner.model_config.hf_config, runner.model_config.is_draft_model = NemotronHConfig(), False
     support.check_prefill(runner, "fa3")
-    with pytest.raises(
-        support.UnsupportedError, match=r"would prefill on triton, which SGLang 0.5.17 cannot make for a model"
-    ):
+    with pytest.raises(UnsupportedError, match=r"would prefill on triton, which SGLang 0.5.17 cannot make for a model"):
         support.check_prefill(runner, "triton")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from page_cases import PAGE, Written
 
-from sglang_pat.backend.extends.blocks import Blocks, unfinished_pages
-from sglang_pat.backend.extends.paged import ATTENTIONS
-from sglang_pat.backend.extends.pages import LowBitPrefill
+from sglang_pat.backend.errors import UnsupportedError
+from sglang_pat.backend.extends.low_bit_prefill import LowBitPrefill
+from sglang_pat.backend.extends.page_tables import Blocks, unfinished_pages
+from sglang_pat.backend.extends.paged_attention import ATTENTIONS
 from sglang_pat.backend.kv.pages import pool_class
 from sglang_pat.backend.start import low_bit as settings
-from sglang_pat.backend.start.support import UnsupportedError
 from sglang_pat.kernels import capabilities, cuda, low_bit
 from sglang_pat.packing import FORMATS, Batch, Node
 

@@ -21,6 +21,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_pat import compat
 from sglang_pat.backend.attention import PatAttnBackend
+from sglang_pat.backend.errors import UnsupportedError
 from sglang_pat.backend.kv.pages import Behind, LowBitKVPool, pool_class
 from sglang_pat.backend.start import low_bit, support
 from sglang_pat.demo import workload
@@ -169,9 +170,7 @@ def test_a_layer_that_the_model_does_not_have_is_refused() -> None:
         device="cpu", kv_cache_dtype=torch.bfloat16, token_to_kv_pool=pool, model=None, use_mla_backend=False, model_config=SimpleNamespace(num_attention_layers=30),
     )  # fmt: skip
     environment = {"SGLANG_PAT_KV": "int2", "SGLANG_PAT_INT4_LAYERS": "3,30"}
-    with pytest.raises(
-        support.UnsupportedError, match="names layer 30, but the model has layers 0 to 29: leave it out"
-    ):
+    with pytest.raises(UnsupportedError, match="names layer 30, but the model has layers 0 to 29: leave it out"):
         support.check_low_bit(runner, environment)
     support.check_low_bit(runner, {**environment, "SGLANG_PAT_INT4_LAYERS": "3,29"})
 
@@ -289,7 +288,7 @@ def test_a_pool_on_a_gpu_that_is_not_ours_is_refused() -> None:
         device="cuda", kv_cache_dtype=torch.bfloat16, token_to_kv_pool=of_sglang, use_mla_backend=False
     )
     with pytest.raises(
-        support.UnsupportedError,
+        UnsupportedError,
         match="another plugin keeps KV in pools of another kind, as SGLang does for windows: unset it",
     ):
         support.check_low_bit(runner, {"SGLANG_PAT_KV": "int4"})

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_pat import compat, plugin
+from sglang_pat.backend.errors import UnsupportedError
 from sglang_pat.backend.start import support
 from sglang_pat.compat.releases import RUN
 from sglang_pat.radix_bridge import hooks
@@ -83,14 +84,14 @@ def test_without_the_hook_that_widens_rows_drafts_are_refused_before_anything_st
         if drafts is None:
             plugin.adjust_for_model(resolved.append, given)
         else:
-            with pytest.raises(support.UnsupportedError) as refusal:
+            with pytest.raises(UnsupportedError) as refusal:
                 plugin.adjust_for_model(resolved.append, given)
             text = str(refusal.value)
             assert sentence in text and "--speculative-algorithm" in text and "\n" not in text
         monkeypatch.delattr(allocation_sizing, HEADROOM, raising=False)
     assert len(resolved) == (2 if drafts is None else 0)
     registry._patched.add(compat.pool.ROW_HEADROOM)
-    with pytest.raises(support.UnsupportedError, match="this SGLang has no") if drafts else nullcontext():
+    with pytest.raises(UnsupportedError, match="this SGLang has no") if drafts else nullcontext():
         plugin.adjust_for_model(resolved.append, given)
 
 
@@ -103,7 +104,7 @@ def test_without_the_hooks_that_size_its_pool_kv_of_few_bits_is_refused(
     if device != "cpu":
         needed += [compat.pool.POOL, *registry._hooks]
     for target in needed:
-        with pytest.raises(support.UnsupportedError, match=r"for SGLANG_PAT_KV, as .* is not hooked"):
+        with pytest.raises(UnsupportedError, match=r"for SGLANG_PAT_KV, as .* is not hooked"):
             support.check_guards(arguments(device=device), {"SGLANG_PAT_KV": "int4"})
         registry._patched.add(target)
     support.check_guards(arguments(device=device), {"SGLANG_PAT_KV": "int4"})
@@ -120,7 +121,7 @@ def test_rows_without_room_for_drafts_are_refused(room: int, monkeypatch: pytest
     if room == 14:
         support.check_rows(runner)
     else:
-        with pytest.raises(support.UnsupportedError, match="have 13 tokens beyond the context where drafts need 14"):
+        with pytest.raises(UnsupportedError, match="have 13 tokens beyond the context where drafts need 14"):
             support.check_rows(runner)
     runner.server_args.speculative_algorithm = None
     support.check_rows(runner)

@@ -14,8 +14,8 @@ from sglang_pat import compat
 from sglang_pat.backend import verify
 from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.executors import CudaExecutor
-from sglang_pat.backend.extends import paged
-from sglang_pat.backend.extends.pages import LowBitPrefill
+from sglang_pat.backend.extends import paged_attention
+from sglang_pat.backend.extends.low_bit_prefill import LowBitPrefill
 from sglang_pat.backend.extends.planned import PackedExtend
 from sglang_pat.backend.extends.prefill import Prefill
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
@@ -23,7 +23,7 @@ from sglang_pat.backend.kv.choose import store_of
 from sglang_pat.backend.kv.pages import LowBitKVPool
 from sglang_pat.backend.kv.rotation import Rotation
 from sglang_pat.backend.reporter import Reporter
-from sglang_pat.backend.start import layers, low_bit
+from sglang_pat.backend.start import low_bit
 from sglang_pat.backend.step import Step
 from sglang_pat.config import PatConfig
 from sglang_pat.kernels.arguments import Scores
@@ -124,7 +124,7 @@ class PatAttnBackend(AttentionBackend):
         executors = [(group.spec.kv.name, group.executor) for group in self.groups.single]
         unpack = {form: executor.unpack for form, executor in executors if isinstance(executor, CudaExecutor)}
         req_to_token = self.req_to_token_pool.req_to_token
-        return LowBitPrefill(pool, req_to_token, workspace, unpack, paged.ATTENTIONS[name](), group_of)
+        return LowBitPrefill(pool, req_to_token, workspace, unpack, paged_attention.ATTENTIONS[name](), group_of)
 
     @property
     def packs_extends(self) -> bool:
@@ -244,7 +244,7 @@ class PatAttnBackend(AttentionBackend):
         drafts = len(q) // self.step.draft_tokens if verifies else None
         tables = self.step.tables(group.spec.planned_window, drafts)
         kv = self.store.read(layer, tables)
-        scores = Scores(layer.scaling, layers.logit_cap(layer), sinks)
+        scores = Scores(layer.scaling, compat.model.logit_cap(layer), sinks)
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim
         if q_rope is not None:
             q_rope = q_rope.reshape(-1, heads, dim - layer.v_head_dim)

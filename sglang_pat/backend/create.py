@@ -67,7 +67,7 @@ def create(runner: ModelRunner) -> AttentionBackend:
         # None where the user chose another backend for prefill.
         prefills = compat.arguments.backends_chosen(runner.server_args)[0] == "pat"
         if runner.device != "cpu" and layers.format_of(runner).layout == "pages":
-            prefills = False  # on neither a stock backend nor plans (extends/pages.py)
+            prefills = False  # on neither a stock backend nor plans (extends/low_bit_prefill.py)
         inner = stock_backend(runner, specs) if prefills else None
         latent = runner.device != "cpu" and any(spec.latent for spec in specs)
         drafted = compat.arguments.draft_tokens(runner.server_args)

@@ -275,7 +275,7 @@ class CudaExecutor:
 
     def extend(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, plan: torch.Tensor) -> torch.Tensor:
         assert self._extender is not None
-        assert kv.pages is None  # of which `extends.pages.LowBitPrefill` runs extends
+        assert kv.pages is None  # of which `extends.low_bit_prefill.LowBitPrefill` runs extends
         return self._run(self._extender, q, kv, tables, scores, plan)
 
     def _run(

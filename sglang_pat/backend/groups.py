@@ -11,9 +11,9 @@ import torch
 
 from sglang_pat import compat
 from sglang_pat.backend import executors
+from sglang_pat.backend.errors import UnsupportedError, unsupported
 from sglang_pat.backend.executors import Executor
 from sglang_pat.backend.planner import Planner
-from sglang_pat.backend.start import support
 from sglang_pat.backend.start.layers import SpecReader
 from sglang_pat.config import PatConfig
 from sglang_pat.packing import AttentionSpec, WorkItem, devices
@@ -134,10 +134,10 @@ class LayerGroups:
         """
         unknown = [name for name, value in others.items() if value is not None]
         if unknown:
-            raise support.unsupported(f"'{unknown[0]}' in attention layers", "use another --decode-attention-backend")
+            raise unsupported(f"'{unknown[0]}' in attention layers", "use another --decode-attention-backend")
         group = self._find(layer, groups)
         if (sinks is not None) != group.spec.sinks:
-            raise support.UnsupportedError(
+            raise UnsupportedError(
                 f"layer {layer.layer_id} has {'' if group.spec.sinks else 'no '}attention sinks by its parameters, but the model's code "
                 "disagrees: use another --decode-attention-backend"
             )
@@ -149,9 +149,7 @@ class LayerGroups:
             spec = self._reader.spec(layer, key[1])
             found = [group for group in groups if group.spec == spec]
             if not found:
-                raise support.UnsupportedError(
-                    f"layer {layer.layer_id} has attention that no layer had at start: {spec}"
-                )
+                raise UnsupportedError(f"layer {layer.layer_id} has attention that no layer had at start: {spec}")
             self._found[key] = found[0]
         return self._found[key]
 

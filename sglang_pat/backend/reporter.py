@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_pat.backend.extends.pages import LowBitPrefill
+from sglang_pat.backend.extends.low_bit_prefill import LowBitPrefill
 from sglang_pat.backend.extends.prefill import Prefill
 from sglang_pat.backend.groups import LayerGroups
 from sglang_pat.backend.metrics import Metrics

@@ -9,9 +9,9 @@ import torch
 
 from sglang_pat import compat
 from sglang_pat.backend import verify
+from sglang_pat.backend.errors import UnsupportedError
 from sglang_pat.backend.groups import LayerGroups
 from sglang_pat.backend.kv import NewTokens, windows
-from sglang_pat.backend.start import support
 from sglang_pat.kernels.arguments import Tables
 from sglang_pat.radix_bridge import hooks
 
@@ -95,7 +95,7 @@ class Step:
         """
         tokens, found = self.draft_tokens, compat.batch.tokens_of_drafts(forward_batch)
         if found != tokens:
-            raise support.UnsupportedError(f"a draft has {found} tokens, but at start it was {tokens}")
+            raise UnsupportedError(f"a draft has {found} tokens, but at start it was {tokens}")
         if verify.branches(forward_batch):
             self._masks[:requests] = verify.masks(forward_batch, tokens, requests, self.verify_mask)
 

@@ -63,7 +63,7 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
                 for heads in (*DRAFT_HEADS, *(rows // 2 for rows in straddling))
             ]
         for one in specs:
-            # Extends of KV in few bits run over a workspace (backend/extends/pages.py), those of latents on a stock backend; those of drafts are the
+            # Extends of KV in few bits run over a workspace (backend/extends/low_bit_prefill.py), those of latents on a stock backend; those of drafts are the
             # first two specs'.
             extends = one.query_tokens == 1 and not (form.layout == "pages" or spec.latent)
             made = cuda.variants(one, arch, dtype=getattr(torch, name), extends=extends, alike=options.deterministic)

@@ -137,3 +137,8 @@ def wanted_by_all(wanted: bool) -> bool:
     found = torch.tensor([wanted], dtype=torch.int32)
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
     return bool(found)
+
+
+def logit_cap(layer: Any) -> float:
+    """What a layer caps its scores at; 0 if at nothing, for which some models' configurations say null."""
+    return max(0.0, float(layer.logit_cap or 0))

@@ -15,7 +15,6 @@ from sglang_pat import compat
 from sglang_pat.backend.extends.halves import Halves, divide, trailing
 from sglang_pat.backend.groups import LayerGroup
 from sglang_pat.backend.kv import NewTokens, Store
-from sglang_pat.backend.start.layers import logit_cap
 from sglang_pat.backend.tensors import by_token, lengths, to_device
 from sglang_pat.kernels.arguments import Scores, Tables
 from sglang_pat.packing import layout
@@ -173,7 +172,7 @@ class PackedExtend:
         new_k, new_v = (k, v) if save_kv_cache else (None, None)
         kv = self._store.extend(layer, new_k, new_v, new, tables)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        scores = Scores(layer.scaling, logit_cap(layer), sinks)
+        scores = Scores(layer.scaling, compat.model.logit_cap(layer), sinks)
         real = len(self._rows)
         parts = []
         for tokens, plans in self._rounds:

@@ -9,8 +9,8 @@ import msgspec
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sglang_pat.backend.errors import UnsupportedError, unsupported
 from sglang_pat.backend.kv import NewTokens
-from sglang_pat.backend.start.support import UnsupportedError, unsupported
 from sglang_pat.kernels import capabilities, low_bit
 from sglang_pat.kernels.arguments import KvView, Tables
 from sglang_pat.packing import FORMATS
@@ -118,7 +118,7 @@ def pool_class(form: KVFormat, int4_layers: Collection[int] = ()) -> type[LowBit
 
 
 class PagesStore:
-    """A `Store`. Extends are run with it on a CPU only; on a GPU `extends.pages.LowBitPrefill` runs them."""
+    """A `Store`. Extends are run with it on a CPU only; on a GPU `extends.low_bit_prefill.LowBitPrefill` runs them."""
 
     def __init__(self, pool: LowBitKVPool, rows: int) -> None:
         """

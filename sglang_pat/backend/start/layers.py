@@ -52,11 +52,6 @@ def with_sinks(runner: ModelRunner) -> set[int]:
     return found
 
 
-def logit_cap(layer: RadixAttention) -> float:
-    """What a layer caps its scores at; 0 if at nothing, for which some models' configurations say null."""
-    return max(0.0, float(layer.logit_cap or 0))
-
-
 class SpecReader:
     """Tells the `AttentionSpec` of a layer.
 
@@ -79,7 +74,7 @@ class SpecReader:
         """What this layer's attention computes in steps of so many tokens per query."""
         return AttentionSpec(
             layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, self._form_of(layer.layer_id),
-            window(layer.sliding_window_size, self.context), layer.layer_id in self._with_sinks, query_tokens, logit_cap(layer) > 0,
+            window(layer.sliding_window_size, self.context), layer.layer_id in self._with_sinks, query_tokens, compat.model.logit_cap(layer) > 0,
             self.latent,
         )  # fmt: skip
 

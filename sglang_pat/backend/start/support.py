@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sglang_pat import compat
+from sglang_pat.backend.errors import UnsupportedError, unsupported
 from sglang_pat.backend.kv import choose
 from sglang_pat.backend.start import features, layers
 from sglang_pat.config import PatConfig
@@ -24,15 +25,6 @@ logger = logging.getLogger(__name__)
 
 _RELEASES = f"use SGLang {' or '.join(compat.TESTED)}"
 _OTHER = "serve it with another one, for example --attention-backend"
-
-
-class UnsupportedError(ValueError):
-    """`--attention-backend pat` does not support a flag, or a property of the model."""
-
-
-def unsupported(what: str, instead: str) -> UnsupportedError:
-    """The error for something that PAT does not do, and what to do instead."""
-    return UnsupportedError(f"--attention-backend pat does not support {what}: {instead}")
 
 
 def check_arguments(server_args: Any) -> None:

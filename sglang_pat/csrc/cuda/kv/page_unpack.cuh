@@ -1,5 +1,5 @@
 // Kernel that unpacks pages of 4 or 2 bits into 16-bit K and V, [count, 64, kv_heads, dim], for attention kernels that know
-// no records (backend/extends/pages.py). Values are those of csrc/cpu/low_bit.h, rounded. A CTA has a page of one KV head;
+// no records (backend/extends/low_bit_prefill.py). Values are those of csrc/cpu/low_bit.h, rounded. A CTA has a page of one KV head;
 // a thread decodes eight channels of a token at a time, so whole rows are written.
 #pragma once
 

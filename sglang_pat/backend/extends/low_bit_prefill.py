@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from sglang_pat.backend.extends.blocks import PAGE, Blocks, unfinished_pages
-from sglang_pat.backend.extends.paged import PagedAttention
+from sglang_pat import compat
+from sglang_pat.backend.extends.page_tables import PAGE, Blocks, unfinished_pages
+from sglang_pat.backend.extends.paged_attention import PagedAttention
 from sglang_pat.backend.kv.pages import LowBitKVPool, shared_kv
-from sglang_pat.backend.start.layers import logit_cap
 from sglang_pat.backend.tensors import by_token, lengths, to_device
 from sglang_pat.radix_bridge import hooks
 
@@ -113,7 +113,7 @@ class LowBitPrefill:
         pool.store(number, k, v, call.rows, call.seq_lens, slots)
         self._unpack[pool.form_of(number).name](pool.full_pages(number), blocks.pages, *self._workspace)
         found_k, found_v = self._workspace[:, : blocks.used]
-        return self._attention(q, found_k, found_v, blocks, layer.scaling, logit_cap(layer))
+        return self._attention(q, found_k, found_v, blocks, layer.scaling, compat.model.logit_cap(layer))
 
     def _full_pages(self, rows: torch.Tensor, cached: Sequence[int], added: Sequence[int]) -> torch.Tensor:
         """The pages of the pool that are full after the extend: [requests, most], int64 on the host. Waits for the GPU, once an extend."""

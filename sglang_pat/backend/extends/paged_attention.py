@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_pat.backend.extends.blocks import PAGE, Blocks
+from sglang_pat.backend.extends.page_tables import PAGE, Blocks
 
 FLASHINFER_WORKSPACE = 384 << 20
 """Bytes of FlashInfer's workspace: SGLang's default (environ.py, SGLANG_FLASHINFER_WORKSPACE_SIZE)."""
