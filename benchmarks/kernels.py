@@ -178,8 +178,8 @@ class Pat:
         if query_tiles:
             tiles = TileTable(query_tiles)
         if piece:
-            tiles = capabilities.alike(tiles)
-        self.decoder = cuda.Decoder(spec, tiles, problem.q.device, problem.q.dtype, alike=piece > 0)
+            tiles = capabilities.batch_invariant(tiles)
+        self.decoder = cuda.Decoder(spec, tiles, problem.q.device, problem.q.dtype, batch_invariant=piece > 0)
         self.config = PackConfig.of(spec, tiles, self.decoder.workers, policy, piece)
         room = layout.capacity(self.config, problem.size, max(problem.batch.seq_lens))
         buffers = [np.zeros(room, dtype=np.int32) for _ in range(2)]

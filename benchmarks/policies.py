@@ -32,7 +32,7 @@ from about import about
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from oracle import PACKERS, make_packs, pack_price, packs_price
-from oracle.heuristic import Pack, kv_length, split_queries
+from oracle.heuristic import Pack, kv_length, split_by_tile
 
 from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, native
 from sglang_pat.packing.tree import compact, kv_minimum
@@ -55,7 +55,7 @@ def evaluate(batch: Batch, policy: str) -> dict[str, float]:
     cost = config.cost
     prefixes = compact(batch)
     least = kv_minimum(prefixes, batch.seq_lens) * cost.token_bytes
-    packs = split_queries(PACKERS[policy](prefixes, batch, config), batch.seq_lens, config)
+    packs = split_by_tile(PACKERS[policy](prefixes, batch, config), batch.seq_lens, config)
     scheduler = native.NativeScheduler(config, len(batch.seq_lens))
     requests = native.load(scheduler, batch)
     seq_lens = np.array(batch.seq_lens, dtype=np.int64)

@@ -166,12 +166,12 @@ class Decoder(cuda.Decoder):
         arch: str,
         dtype: torch.dtype | None = None,
         limits: bool = False,
-        alike: bool = False,
+        batch_invariant: bool = False,
         changes: tuple[Change, ...] = (),
         planted: Change | None = None,
     ) -> None:
         """All `changes` are compiled together, and none is made but the `planted` one."""
-        variant = cuda.Variant.of(spec, arch, tiles.query_tiles, dtype, limits, alike)
+        variant = cuda.Variant.of(spec, arch, tiles.query_tiles, dtype, limits, batch_invariant)
         self._tile_rows, self._kv = tiles.query_tiles[-1], variant.kv
         self._window = spec.window if variant.limits else 0
         self._module = _module(variant, changes)

@@ -70,9 +70,9 @@ CHANGES: dict[str, emulated.Change] = {
     "forward: barriers are as the last look-up left them": (
         "forward.cuh", "Format::init_barriers(memory, from > 0);", "if (from == 0) Format::init_barriers(memory, from > 0);",
     ),
-    "forward: teams of two phases have one barrier": ("narrow_rows.cuh", "kPhase * kMostTeams", "0"),
+    "forward: teams of two kinds have one barrier": ("narrow_rows.cuh", "kKind * kMostTeams", "0"),
     "items: they are used before they are in order": (
-        "assign.cuh", "(Phase(warp), number);\n    __syncthreads();", "(Phase(warp), number);",
+        "assign.cuh", "(ItemKind(warp), number);\n    __syncthreads();", "(ItemKind(warp), number);",
     ),
     "items: one that is left over is forgotten": (
         "assign.cuh", "__popc(short_ones & before) >= extra_shared", "__popc(short_ones & before) >= extra_shared - 1",
@@ -104,7 +104,7 @@ CHANGES: dict[str, emulated.Change] = {
     ),
     "tails of 8 bits: the second one is where the first one is": ("kv/plain_convert.cuh", "second ? item.second_tail : item.slots + item.tokens", "item.slots + item.tokens"),
     "tails of 8 bits: the second one is as long as the first one": ("kv/plain_convert.cuh", "item.tail_tokens[second]", "item.tail_tokens[0]"),
-    "tails of 8 bits: they are not looked up": ("assign.cuh", "if (item.tails && item.phase == kWide) look_up_tails(item, end);", ""),
+    "tails of 8 bits: they are not looked up": ("assign.cuh", "if (item.tails && item.kind == kWide) look_up_tails(item, end);", ""),
     "unequal, narrow: V is copied as if it were as wide as K": (
         "kv/plain_load.cuh", "lane % kVRowThreads", "lane % kRowThreads", "v_column < kVRowCopies", "v_column < kRowCopies",
     ),
@@ -186,7 +186,7 @@ FOUND_BY: dict[str, tuple[int, str]] = {
     "narrow: a team's memory is free before all have read": (2, "optimal"),
     "wide: the first group that has read a stage frees it": (2, "optimal"),
     "ring: Q does not wait for an empty buffer": (6, "optimal"),
-    "forward: teams of two phases have one barrier": (3, "optimal"),
+    "forward: teams of two kinds have one barrier": (3, "optimal"),
 }
 """The case and policy that find a change (what this file prints), where it is not one of the first, which are short: it runs first."""
 
@@ -215,7 +215,7 @@ def with_nothing_behind_v(case: Case) -> Case:
 
 
 def cases(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
-    """Items of every phase, shared by teams, by groups or by nobody, and each way to merge."""
+    """Items of every kind, shared by teams, by groups or by nobody, and each way to merge."""
     generator = random.Random(3)
     torch.manual_seed(0)
     shared = [Batch([600] * count, [Node(0, 500, list(range(count)))]) for count in (1, 8, 40)]

@@ -51,7 +51,7 @@ def _shipped() -> list[cuda.Variant]:
         variants.append(
             cuda.Variant.of(msgspec.structs.replace(spec_of(dtype, 128, 128), **change), "9.0a", limits=limits)
         )
-    variants.append(cuda.Variant.of(spec_of(bf16, 128, 128), "9.0a", alike=True))
+    variants.append(cuda.Variant.of(spec_of(bf16, 128, 128), "9.0a", batch_invariant=True))
     variants += [
         cuda.Variant.of(AttentionSpec(heads, 1, *capabilities.LATENT_DIMS[0], FORMATS["bfloat16"], latent=True), "9.0a")
         for heads in (16, 40)

@@ -49,7 +49,7 @@ QUICK = {
     *(cuda.Variant.of(spec_of(dtype, dim, dim), "9.0a") for dtype in (torch.bfloat16, torch.float8_e4m3fn) for dim in (128, 256)),
     cuda.Variant.of(spec_of(torch.bfloat16, 128, 128), "8.0"),
     cuda.Variant.of(msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=4, query_tokens=4), "9.0a"),
-    cuda.Variant.of(spec_of(torch.bfloat16, 128, 128), "9.0a", alike=True),
+    cuda.Variant.of(spec_of(torch.bfloat16, 128, 128), "9.0a", batch_invariant=True),
     cuda.Variant.of(AttentionSpec(16, 1, *capabilities.LATENT_DIMS[0], FORMATS["bfloat16"], latent=True), "9.0a"),
     cuda.Variant.of(AttentionSpec(1, 1, 128, 128, FORMATS["int4"]), "9.0a"),
 }  # fmt: skip
@@ -173,7 +173,7 @@ def test_deterministic_modules_compile_without_spills(
     dtype: torch.dtype, dim: int, heads: int, tokens: int, limits: bool
 ) -> None:
     spec = msgspec.structs.replace(spec_of(dtype, dim, dim), heads=heads, query_tokens=tokens)
-    variant = cuda.Variant.of(spec, "9.0a", limits=limits, alike=True)
+    variant = cuda.Variant.of(spec, "9.0a", limits=limits, batch_invariant=True)
     found = used(variant)
     print(variant.name, found)
     assert variant.query_tiles[0] == 64 and found.spill_bytes == 0 and not found.serialized
@@ -200,7 +200,7 @@ def test_modules_that_cannot_be_deterministic_are_refused() -> None:
         with pytest.raises(
             ValueError, match="do not compute latents or KV of few bits with the same bits in any batch"
         ):
-            cuda.Variant.of(spec, "9.0a", alike=True)
+            cuda.Variant.of(spec, "9.0a", batch_invariant=True)
 
 
 def test_kv_decides_which_tiles_larger_dimensions_have() -> None:
@@ -449,7 +449,7 @@ def test_what_is_built_ahead_is_what_servers_load(monkeypatch: pytest.MonkeyPatc
             msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=16, query_tokens=tokens, window=window),
             "9.0a",
             extends=tokens == 1,
-            alike=True,
+            batch_invariant=True,
         )
     ]
     assert set(built) == set(wanted) and len(built) == 4, "whatever the rows are"

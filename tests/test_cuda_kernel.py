@@ -569,7 +569,7 @@ def test_large_scores_do_not_overflow(arch: str) -> None:
 @each_arch
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_what_8_bits_say_is_exact(dtype: torch.dtype, arch: str) -> None:
-    """Numbers of either kind up to 1,000, by items of every phase; queries that are beyond float16 count as its largest."""
+    """Numbers of either kind up to 1,000, by items of every kind; queries that are beyond float16 count as its largest."""
     for kept in (torch.float8_e4m3fn, torch.float8_e5m2):
         for queries in (1, 4, 40):
             case = make_case(shared(queries, 256, 3), 8, 2, 128, kept, q_dtype=dtype)

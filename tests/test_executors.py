@@ -114,7 +114,7 @@ def test_with_pieces_every_batch_fits(heads: int, kv_heads: int, requests: int, 
     spec = AttentionSpec(heads, kv_heads, 128, 128, FORMATS["bfloat16"])
     table = SimpleNamespace(size=requests, req_to_token=torch.empty(requests, context, device="meta"))
     piece = piece_of(SimpleNamespace(req_to_token_pool=table), [spec, msgspec.structs.replace(spec, query_tokens=4)])
-    tiles = capabilities.alike(capabilities.tile_table("9.0a", 128))
+    tiles = capabilities.batch_invariant(capabilities.tile_table("9.0a", 128))
     config = PackConfig.of(spec, tiles, 132, piece=piece)
     needed, part = requests * -(-context // piece), heads * (128 * 2 + 4)
     assert workspace_slots(spec, config, requests, context) == max(needed, WORKSPACE_BYTES // part)

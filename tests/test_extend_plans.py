@@ -177,7 +177,7 @@ def test_packs_of_extends_are_not_split() -> None:
     config = PackConfig.of(AttentionSpec(8, 1, 128, 128, FORMATS["float8_e4m3fn"]), tiles, workers=132)
     batch = Batch([4_116] * 2, [Node(0, 4_096, [0, 1])])
     items = plan(Extend(batch, [8, 8]), config)[0]
-    assert config.split_queries == 8 and max(len(item.queries) for item in items) == config.max_queries == 16
+    assert config.rebalance_queries == 8 and max(len(item.queries) for item in items) == config.max_queries == 16
 
 
 def test_bins_are_even_by_the_prices_of_bins() -> None:

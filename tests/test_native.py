@@ -796,7 +796,7 @@ VALUES = {
     "max_queries": [8],
     "few_queries": [8],
     "warp_queries": [0],
-    "split_queries": [0],
+    "rebalance_queries": [0],
     "tails_queries": [1],
     "straddled_rows": [0],
     "policy": [3],
@@ -849,8 +849,8 @@ def create(
         *((name, [0]) for name in ("token_bytes", "group", "runs", "workers", "grain", "warp_tokens", "tails_queries")),
         *((name, [0]) for name in ("max_queries", "few_queries", "slices_token_price", "bin_slices_token_price")),
         *((name, [-1]) for name in ("part_bytes", "bin_end_price", "wave_price", "turn_price", "warp_queries")),
-        *((name, [-1]) for name in ("narrow_first_price", "split_queries")),
-        ("split_queries", [9]),
+        *((name, [-1]) for name in ("narrow_first_price", "rebalance_queries")),
+        ("rebalance_queries", [9]),
         *((name, [-1]) for name in ("policy", "window", "slice_rows", "slices_start_price", "bin_slices_start_price")),
         *((name, [2**40]) for name in VALUES),
         ("window", [2**30 + 1]),
@@ -879,7 +879,7 @@ def test_a_scheduler_with_values_that_cannot_be_is_not_made(name: str, value: li
         create(VALUES, VALUES | {name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [("split_queries", 2), ("query_tiles", 256), ("piece", 64)])
+@pytest.mark.parametrize(("name", "value"), [("rebalance_queries", 2), ("query_tiles", 256), ("piece", 64)])
 def test_rows_of_a_pack_are_not_cut_beside_what_knows_whole_queries_only(name: str, value: int) -> None:
     straddling = VALUES | {"straddled_rows": [7]}
     NativeScheduler.load_module().destroy(create(straddling, straddling))

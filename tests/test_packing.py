@@ -290,7 +290,7 @@ def test_a_short_pack_is_run_by_small_tiles_where_that_costs_less(queries: int, 
         return pieces * (computed * config.token_price(size) + config.start_price(size))
 
     fewest, most = -(-queries // config.max_queries), -(-queries // config.few_queries)
-    pieces = pricing.pieces(config, queries, tokens)
+    pieces = pricing.items_of_pack(config, queries, tokens)
     assert pricing.pack_price(config, queries, tokens) == cost(pieces)
     if fewest == 1 and tokens >= PRICED.warp_tokens:
         assert pieces == min((fewest, most), key=cost)

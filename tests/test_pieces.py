@@ -192,7 +192,12 @@ class OnGpu(Same):
     """The same by the CUDA kernels. Where there is no GPU, an emulated one runs them."""
 
     def __init__(
-        self, case: kernel_cases.Case, piece: int, query_tiles: Sequence[int], alike: bool = True, arch: str = "9.0a"
+        self,
+        case: kernel_cases.Case,
+        piece: int,
+        query_tiles: Sequence[int],
+        batch_invariant: bool = True,
+        arch: str = "9.0a",
     ) -> None:
         known = capabilities.tile_table_of(case.spec, arch)
         super().__init__(case, piece, TileTable(tuple(query_tiles)))
@@ -200,7 +205,14 @@ class OnGpu(Same):
         make = cuda.Decoder if ON_GPU else emulated.Decoder
         # Where a window begins within a piece, rows of one work item see different spans of it.
         self.decoders = [
-            make(case.spec, known, dtype=case.q.dtype, limits=limits or case.spec.window > 0, alike=alike, **options)
+            make(
+                case.spec,
+                known,
+                dtype=case.q.dtype,
+                limits=limits or case.spec.window > 0,
+                batch_invariant=batch_invariant,
+                **options,
+            )
             for limits in {False, case.limits}
         ]
 
@@ -426,11 +438,11 @@ def test_a_wrong_table_of_windows_is_found_out(fault: type[InItsOwnPool]) -> Non
     assert not holds(lambda: torch.equal(fault(case, 64).alone(), right))
 
 
-# By the CUDA kernels of Hopper. There it takes more than pieces: modules of their own (`Variant.alike`) and wide tiles.
+# By the CUDA kernels of Hopper. There it takes more than pieces: modules of their own (`Variant.batch_invariant`) and wide tiles.
 
 hopper = pytest.mark.skipif(ON_GPU and not ARCHS[0].startswith("9."), reason="wgmma is Hopper's")
 
-each_alike = pytest.mark.parametrize(
+each_piece = pytest.mark.parametrize(
     ("piece", "query_tiles"),
     [(256, (64, 128, 192)), (512, (64, 128, 192)), (512, (128, 192))],
     ids=["short pieces", "longer than two warpgroups share", "no tile has 64 rows"],
@@ -462,34 +474,36 @@ TIMES = 50 if ON_GPU else 3
 
 
 @hopper
-@each_alike
+@each_piece
 def test_kernels_decode_alone_and_in_any_batch(piece: int, query_tiles: tuple[int, ...]) -> None:
     assert all(compared(OnGpu(on_gpu(), piece, query_tiles), random.Random(0), 6))
 
 
 @hopper
 @pytest.mark.parametrize(
-    ("piece", "query_tiles", "alike"),
+    ("piece", "query_tiles", "batch_invariant"),
     [(0, (128, 192), True), (64, (64, 128, 192), False)],
     ids=["cut where bins end", "the fastest merge"],
 )
-def test_kernels_that_depend_on_the_batch_are_found_out(piece: int, query_tiles: tuple[int, ...], alike: bool) -> None:
-    if ON_GPU and not alike:
+def test_kernels_that_depend_on_the_batch_are_found_out(
+    piece: int, query_tiles: tuple[int, ...], batch_invariant: bool
+) -> None:
+    if ON_GPU and not batch_invariant:
         pytest.skip("both merge kernels had the same bits on an H200, 2026-11-30; nothing promises that")
-    assert not all(compared(OnGpu(on_gpu(), piece, query_tiles, alike), random.Random(0), 6))
+    assert not all(compared(OnGpu(on_gpu(), piece, query_tiles, batch_invariant), random.Random(0), 6))
 
 
 @pytest.mark.skipif(ON_GPU, reason="faults are planted in the emulator")
 def test_two_warpgroups_that_take_turns_are_found_out() -> None:
-    case, turns = on_gpu(), ("ring.cuh", "!Variant::kAlike", "true")
+    case, turns = on_gpu(), ("ring.cuh", "!Variant::kBatchInvariant", "true")
     same, known = OnGpu(case, 512, (64, 128, 192)), capabilities.tile_table("9.0a", 128)
-    same.decoders = [emulated.Decoder(case.spec, known, "9.0a", alike=True, changes=(turns,), planted=turns)]
+    same.decoders = [emulated.Decoder(case.spec, known, "9.0a", batch_invariant=True, changes=(turns,), planted=turns)]
     assert not all(compared(same, random.Random(0), 6))
 
 
 def tiles_of(dtype: torch.dtype, dim: int = 128, arch: str = ARCHS[0]) -> tuple[int, ...]:
     """Those that add up alike, as servers have them."""
-    return capabilities.alike(capabilities.tile_table(arch, dim, kv=kv_format(dtype))).query_tiles
+    return capabilities.batch_invariant(capabilities.tile_table(arch, dim, kv=kv_format(dtype))).query_tiles
 
 
 @pytest.mark.parametrize(
@@ -514,7 +528,9 @@ def test_tiles_that_servers_have_add_up_alike(arch: str, dim: int, v_dim: int, h
 def test_tiles_of_single_warps_are_left_out() -> None:
     found = [tiles_of(torch.bfloat16, dim, "9.0a") for dim in (128, 192, 256)]
     assert found == [(64, 128, 192), (64, 128), (64, 128)]
-    assert cuda.Variant.of(kernel_cases.spec_of(torch.bfloat16, 128), "9.0a", alike=True).query_tiles == found[0]
+    assert (
+        cuda.Variant.of(kernel_cases.spec_of(torch.bfloat16, 128), "9.0a", batch_invariant=True).query_tiles == found[0]
+    )
 
 
 @hopper
@@ -584,12 +600,12 @@ def test_extends_whose_tiles_begin_where_windows_do_are_found_out() -> None:
     batch = Batch([592, 700, 1_022, 1_030], [Node(0, 590, [0, 1, 2, 3])])
     case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, torch.float16, window=100, device=DEVICE)
     alone = OnGpu(case, 512, (128, 192)).alone()
-    same = OnGpu(case, 512, (128, 192), alike=False)
+    same = OnGpu(case, 512, (128, 192), batch_invariant=False)
     assert not torch.equal(same.extend(range(18), batch, batch.seq_lens, case.added), alone)
 
 
 FAULTS: dict[str, emulated.Change] = {
-    "tiles begin where windows do": ("assign.cuh", "Variant::kAlike && item.tokens > 0 ? start % kTokens : 0", "0"),
+    "tiles begin where windows do": ("assign.cuh", "Variant::kBatchInvariant && item.tokens > 0 ? start % kTokens : 0", "0"),
     "what is in front of windows is read": ("ring.cuh", "max(row, int(item.kv.hidden))", "row"),
     "a window that begins within a piece begins with it": (
         "assign.cuh", "max(0, int(p_.seq_lens[item.query]) - kOpen + row[kStart])", "max(0, row[kEnd] - 256)",
@@ -608,7 +624,9 @@ def test_faults_of_windows_in_kernels_are_found(fault: str, dtype: torch.dtype, 
     case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, dim, dim, dtype, window=100)
     same = OnGpu(case, 512, tiles_of(dtype, dim))
     known, changes = capabilities.tile_table_of(case.spec, "9.0a"), tuple(FAULTS.values())
-    make = functools.partial(emulated.Decoder, case.spec, known, "9.0a", limits=True, alike=True, changes=changes)
+    make = functools.partial(
+        emulated.Decoder, case.spec, known, "9.0a", limits=True, batch_invariant=True, changes=changes
+    )
     same.decoders = [make()] * 2
     queries = list(range(18))
     assert torch.equal(same.extend(queries, batch, batch.seq_lens, case.added), same.alone()), "nothing is planted"
@@ -624,7 +642,9 @@ def test_faults_of_windows_in_a_pool_of_their_own_are_found(fault: str) -> None:
     case = kernel_cases.Case(batch, 4, 1, 128, 128, torch.float16, window=100)
     same = InItsOwnPoolOnGpu(case, 512, tiles_of(torch.float16))
     known, changes = capabilities.tile_table_of(case.spec, "9.0a"), tuple(FAULTS.values())
-    make = functools.partial(emulated.Decoder, case.spec, known, "9.0a", limits=True, alike=True, changes=changes)
+    make = functools.partial(
+        emulated.Decoder, case.spec, known, "9.0a", limits=True, batch_invariant=True, changes=changes
+    )
     same.decoders = [make()]
     right = same.alone()
     assert torch.equal(same.decode(range(4), batch), right), "nothing is planted"

@@ -170,7 +170,7 @@ class PatAttnBackend(AttentionBackend):
             return
         seq_lens = compat.batch.cached_lengths(forward_batch)
         requests = self.step.requests(forward_batch, len(seq_lens))
-        self.step.cut(forward_batch, len(requests))
+        self.step.drop_padding(forward_batch, len(requests))
         if verifies:
             self.step.take_masks(forward_batch, len(requests))
         self._plan(groups, requests, functools.partial(_on_host, seq_lens, len(requests), more), aside)

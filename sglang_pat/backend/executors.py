@@ -208,18 +208,20 @@ class CudaExecutor:
         table = devices.load(Path(self.table), "SGLANG_PAT_TILES") if self.table else None
         with devices.used(self.table):
             tiles = capabilities.tile_table_of(spec, arch, torch.cuda.get_device_name(device), table)
-        alike = piece > 0
-        if alike:
-            tiles = capabilities.alike(tiles)
+        batch_invariant = piece > 0
+        if batch_invariant:
+            tiles = capabilities.batch_invariant(tiles)
         if extends:
             # Compile both modules in parallel.
-            cuda.build(cuda.variants(spec, arch, tiles.query_tiles, runner.dtype, extends, alike))
-        self._decoder = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, alike=alike)
+            cuda.build(cuda.variants(spec, arch, tiles.query_tiles, runner.dtype, extends, batch_invariant))
+        self._decoder = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, batch_invariant=batch_invariant)
         self.store: Callable[..., None] = self._decoder.store
         self.unpack: Callable[..., None] = self._decoder.unpack
         self._extender = None
         if extends:
-            self._extender = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, limits=True, alike=alike)
+            self._extender = cuda.Decoder(
+                spec, tiles, device, dtype=runner.dtype, limits=True, batch_invariant=batch_invariant
+            )
         policy = policy_of(spec, arch, config.policy)
         self.pack_config = PackConfig.of(spec, tiles, self._decoder.workers, policy, piece)
         size = _capacity(self.pack_config, runner)

@@ -81,7 +81,7 @@ class Step:
             self._rows_of_batch, self._numbers = rows, compat.requests.numbers(self._requests, rows)
         return self._numbers
 
-    def cut(self, forward_batch: ForwardBatch, requests: int) -> None:
+    def drop_padding(self, forward_batch: ForwardBatch, requests: int) -> None:
         """Leave out padding behind so many requests, unless a graph reads it."""
         if not compat.batch.is_graph_view(forward_batch):
             self.rows, self.seq_lens = self.rows[:requests], self.seq_lens[:requests]

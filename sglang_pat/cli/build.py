@@ -66,7 +66,9 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
             # Extends of KV in few bits run over a workspace (backend/extends/low_bit_prefill.py), those of latents on a stock backend; those of drafts are the
             # first two specs'.
             extends = one.query_tokens == 1 and not (form.layout == "pages" or spec.latent)
-            made = cuda.variants(one, arch, dtype=getattr(torch, name), extends=extends, alike=options.deterministic)
+            made = cuda.variants(
+                one, arch, dtype=getattr(torch, name), extends=extends, batch_invariant=options.deterministic
+            )
             found.update(dict.fromkeys(made))
     return list(found)
 

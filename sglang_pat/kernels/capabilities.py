@@ -239,7 +239,7 @@ def tile_table_of(spec: AttentionSpec, arch: str, gpu: str = "", table: GpuTable
     return tile_table(arch, spec.head_dim, gpu, table, spec.kv)
 
 
-def alike(tiles: TileTable) -> TileTable:
+def batch_invariant(tiles: TileTable) -> TileTable:
     """Of a GPU's tiles those that add up a query's KV in the same order, whatever else a work item has, in modules made for that (`cuda.Variant.alike`):
     items of fewer rows are divided by length among warps. Plans in pieces have no tails."""
     return msgspec.structs.replace(tiles.above(NARROW_M), tails_m=0)

@@ -39,7 +39,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         caps: Whether scores are capped.
         tails: Whether work items may have tails (`capabilities.has_tails`).
         latent: Whether V is the first columns of K.
-        alike: Whether a query's result has the same bits in any batch, with plans in pieces (`PackConfig.piece`) of wide tiles.
+        batch_invariant: Whether a query's result has the same bits in any batch, with plans in pieces (`PackConfig.piece`) of wide tiles.
         straddles: Whether queries may straddle work items (`capabilities.straddles`).
     """
 
@@ -56,13 +56,13 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     caps: bool = False
     tails: bool = False
     latent: bool = False
-    alike: bool = False
+    batch_invariant: bool = False
     straddles: bool = False
 
     @classmethod
     def of(
         cls, spec: AttentionSpec, arch: str, query_tiles: tuple[int, ...] = (), dtype: torch.dtype | None = None,
-        limits: bool = False, alike: bool = False,
+        limits: bool = False, batch_invariant: bool = False,
     ) -> Variant:  # fmt: skip
         """The module for layers of a spec.
 
@@ -70,8 +70,8 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             spec: What the layers compute.
             query_tiles: As above; empty for all that the architecture has.
             dtype: Dtype of Q, if KV has 8 bits or less; bfloat16 if None.
-            limits: As above; drafts with a window always need them, and with `alike` every window: it begins within a piece.
-            alike: As above; then the tiles are those of `capabilities.alike`.
+            limits: As above; drafts with a window always need them, and with `batch_invariant` every window: it begins within a piece.
+            batch_invariant: As above; then the tiles are those of `capabilities.batch_invariant`.
 
         Raises:
             ValueError: There are no kernels for the spec, or not with this dtype of Q.
@@ -91,8 +91,8 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             )
         all_tiles = capabilities.tiles_of(spec, arch)
         tiles = query_tiles or all_tiles
-        if alike:
-            tiles = capabilities.alike(TileTable(tiles)).query_tiles
+        if batch_invariant:
+            tiles = capabilities.batch_invariant(TileTable(tiles)).query_tiles
             if not plain or spec.latent:
                 raise ValueError(
                     "the CUDA kernels do not compute latents or KV of few bits with the same bits in any batch"
@@ -105,15 +105,15 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         rows = spec.query_heads // spec.kv_heads
         if masks:
             tiles = capabilities.tiles_for_drafts(tiles, rows)
-        limits = limits or ((masks or alike) and spec.window > 0)
+        limits = limits or ((masks or batch_invariant) and spec.window > 0)
         # Of all tiles together, because a plan is made for all of them.
-        tails = not (limits or spec.window or spec.latent or alike) and capabilities.has_tails(
+        tails = not (limits or spec.window or spec.latent or batch_invariant) and capabilities.has_tails(
             all_tiles, rows, spec.kv, spec.head_dim
         )
         straddles = not limits and capabilities.straddles(spec, query_tiles or all_tiles)
         return cls(
             dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, "" if plain else spec.kv.name, spec.capped, tails,
-            spec.latent, alike, straddles,
+            spec.latent, batch_invariant, straddles,
         )  # fmt: skip
 
     @property
@@ -123,7 +123,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}_v{self.v_head_dim}"
         features = "".join(
             f"_{name}"
-            for name in ("sinks", "masks", "limits", "caps", "tails", "latent", "alike", "straddles")
+            for name in ("sinks", "masks", "limits", "caps", "tails", "latent", "batch_invariant", "straddles")
             if getattr(self, name)
         )
         form = f"_{self.form}" if self.form else ""
@@ -146,7 +146,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             f"-DPAT_CAPS={int(self.caps)}",
             f"-DPAT_TAILS={int(self.tails)}",
             f"-DPAT_LATENT={int(self.latent)}",
-            f"-DPAT_ALIKE={int(self.alike)}",
+            f"-DPAT_BATCH_INVARIANT={int(self.batch_invariant)}",
             f"-DPAT_STRADDLES={int(self.straddles)}",
         )
 
@@ -158,14 +158,14 @@ def arch_of(device: torch.device) -> str:
 
 def variants(
     spec: AttentionSpec, arch: str, query_tiles: tuple[int, ...] = (), dtype: torch.dtype | None = None, extends: bool = False,
-    alike: bool = False,
+    batch_invariant: bool = False,
 ) -> list[Variant]:  # fmt: skip
     """The modules that a server loads for layers of a spec: one for its steps and, if it `extends` by plan too, one for that.
 
     Arguments and errors as for `Variant.of`.
     """
     both = (False, True) if extends else (False,)
-    return [Variant.of(spec, arch, query_tiles, dtype, limits, alike) for limits in both]
+    return [Variant.of(spec, arch, query_tiles, dtype, limits, batch_invariant) for limits in both]
 
 
 def build(variants: Sequence[Variant]) -> None:
@@ -195,17 +195,17 @@ class Decoder:
 
     def __init__(
         self, spec: AttentionSpec, tiles: TileTable, device: torch.device, dtype: torch.dtype | None = None, limits: bool = False,
-        alike: bool = False,
+        batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
             spec: What the layers compute; the module works for any number of heads.
-            tiles: The tiles that plans are made with; with `alike` those of `capabilities.alike`.
+            tiles: The tiles that plans are made with; with `batch_invariant` those of `capabilities.batch_invariant`.
             device: A CUDA device.
             dtype: Dtype of Q, if KV has 8 bits or less; bfloat16 if None.
             limits: Whether plans are of extends. Each query then sees only what lies before its end in `seq_lens`, and of that the last
                 `spec.window` tokens if the window is not 0 (`kernels.cpu.attention`).
-            alike: Whether a query's result has the same bits in any batch, with plans in pieces of wide tiles (`capabilities.alike`): KV is added up in
+            batch_invariant: Whether a query's result has the same bits in any batch, with plans in pieces of wide tiles (`capabilities.batch_invariant`): KV is added up in
                 order by one warpgroup, parts are merged by one kernel, and a work item that begins where a window does begins at the multiple of 64
                 positions in front of it.
 
@@ -213,9 +213,9 @@ class Decoder:
             jit.BuildError: There is no CUDA compiler, or it failed.
             ValueError: There are no kernels for the spec.
         """
-        variant = Variant.of(spec, arch_of(device), tiles.query_tiles, dtype, limits, alike)
+        variant = Variant.of(spec, arch_of(device), tiles.query_tiles, dtype, limits, batch_invariant)
         rows = spec.query_heads // spec.kv_heads
-        if not (limits or spec.window or alike) and tiles.tails_queries(rows) > 1 and not variant.tails:
+        if not (limits or spec.window or batch_invariant) and tiles.tails_queries(rows) > 1 and not variant.tails:
             raise ValueError(f"the CUDA kernels have no work items with tails for {rows} rows of a query")
         build([variant])
         self._tile_rows, self._kv = tiles.query_tiles[-1], variant.kv

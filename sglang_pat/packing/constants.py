@@ -58,7 +58,7 @@ one filling, and up to 40 %; more fillings bring nothing (benchmarks/notes/bins.
 empty."""
 
 TOO_LONG = 8
-"""Packs are split (`PackConfig.split_queries`) where the longest bin is longer than the mean by more than 1/TOO_LONG of it. Only a matter of time: of 1,500 batches
+"""Packs are split (`PackConfig.rebalance_queries`) where the longest bin is longer than the mean by more than 1/TOO_LONG of it. Only a matter of time: of 1,500 batches
 with an H200's prices none was split below that (benchmarks/notes/bins.md, "Work items of fewer queries")."""
 
 SPLIT_GAIN = 16

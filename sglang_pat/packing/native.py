@@ -475,7 +475,7 @@ def _values(config: PackConfig) -> dict[str, list[int]]:
     """A config as `config_of` in csrc/packing/module.cpp reads it."""
     cost, tiles, bins = config.cost, config.tiles, config.for_bins
     of_config = (
-        "turn_price bin_end_price wave_price narrow_first_price workers piece straddled_rows max_queries few_queries warp_queries split_queries tails_queries window "
+        "turn_price bin_end_price wave_price narrow_first_price workers piece straddled_rows max_queries few_queries warp_queries rebalance_queries tails_queries window "
         "grain slices_tokens slices_token_price slices_start_price"
     )
     named = ((cost, "token_bytes part_bytes group runs"), (tiles, "warp_tokens kv_tile"), (config, of_config))

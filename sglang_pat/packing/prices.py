@@ -144,7 +144,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         return self.tiles.warp_m // self.cost.group
 
     @property
-    def split_queries(self) -> int:
+    def rebalance_queries(self) -> int:
         """Up to how many queries work items have into which packs are split where a bin is too long: what the smallest wide tile holds; 0 if none are
         (`TileTable.splits`), nor into single queries, whose prices are of what they read alone."""
         tiles = self.tiles

@@ -13,7 +13,7 @@ from sglang_pat.packing.tree import Batch, Node, Prefix, compact, in_windows, kv
 
 from . import pricing
 from .balance import balance, even_steps
-from .heuristic import Pack, cut_at_pieces, kv_length, pack_nodes, pack_queries, pack_tree, split_queries
+from .heuristic import Pack, cut_at_pieces, kv_length, pack_nodes, pack_queries, pack_tree, split_by_tile
 from .optimal import pack_optimal
 
 PACKERS: dict[str, Callable[[list[Prefix], Batch, PackConfig], list[Pack]]] = {
@@ -49,12 +49,12 @@ def choose_packs(batch: Batch, config: PackConfig) -> list[Pack]:
     if config.piece:
         return PACKERS["query" if config.policy == "query" else "naive"](prefixes, batch, config)
     candidates = (PACKERS[config.policy](prefixes, batch, config), pack_queries(prefixes, batch, config))
-    return min(candidates, key=lambda packs: packs_price(split_queries(packs, batch.seq_lens, config), batch, config))
+    return min(candidates, key=lambda packs: packs_price(split_by_tile(packs, batch.seq_lens, config), batch, config))
 
 
 def make_packs(batch: Batch, config: PackConfig) -> list[Pack]:
     """The same, split into packs that are one work item each until `balance` cuts them."""
-    return split_queries(choose_packs(batch, config), batch.seq_lens, config)
+    return split_by_tile(choose_packs(batch, config), batch.seq_lens, config)
 
 
 def pack_price(pack: Pack, seq_lens: list[int], config: PackConfig) -> int:
@@ -125,7 +125,7 @@ def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Pl
     kv_tokens, longest, longest_tail, longest_with_tails = 0, tiles.kv_tile, 0, 0
     narrow = False
     packs = choose_packs(batch, config)
-    split = split_queries(packs, seq_lens, config)
+    split = split_by_tile(packs, seq_lens, config)
     filled = balance(cut_at_pieces(split, seq_lens, config) if piece else split, seq_lens, config)
     places = _places(filled, piece)
     for members in filled:

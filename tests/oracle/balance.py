@@ -63,7 +63,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     count = _count(shared + single, prices, bins_config)
     best = _fill_evenly(shared, single, seq_lens, bins_config, count)
     mean = -(-sum(prices) // count)
-    most = bins_config.split_queries
+    most = bins_config.rebalance_queries
     if most == 0 or best.longest() <= mean + mean // TOO_LONG or not _are_few(shared, single, count):
         return best.bins
     pieces = [_as_item(pack, seq_lens, config) for pack in _split(shared, most)]

@@ -134,15 +134,17 @@ def pack_tree(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[
     return collect(prefixes, choose)
 
 
-def split_queries(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[Pack]:
-    """Split each pack into `pricing.pieces` packs of even size; each is one work item until `balance` cuts it. Where queries may straddle work items,
+def split_by_tile(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[Pack]:
+    """Split each pack into `pricing.items_of_pack` packs of even size; each is one work item until `balance` cuts it. Where queries may straddle work items,
     those of several are split into packs of as many rows as a tile has."""
     result = []
     for pack in packs:
         if config.straddled_rows and len(pack.queries) > 1:
             result += pack.split_rows(config.cost.group, config.straddled_rows)
             continue
-        result += pack.split(1 if pack.tails else pricing.pieces(config, len(pack.queries), kv_length(pack, seq_lens)))
+        result += pack.split(
+            1 if pack.tails else pricing.items_of_pack(config, len(pack.queries), kv_length(pack, seq_lens))
+        )
     return result
 
 

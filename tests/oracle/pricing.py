@@ -81,7 +81,7 @@ def bin_price(config: PackConfig, members: Iterable[tuple[int, int, bool, int]])
     return price + (config.turn_price if len(kinds) == 2 else 0)
 
 
-def pieces(config: PackConfig, queries: int, tokens: int) -> int:
+def items_of_pack(config: PackConfig, queries: int, tokens: int) -> int:
     """In how many work items a pack is run: as few as the largest tile allows, or more if the pack is short."""
     if config.straddled_rows:
         return -(-queries * config.cost.group // config.straddled_rows)
@@ -94,7 +94,7 @@ def pack_price(config: PackConfig, queries: int, tokens: int) -> int:
     """Price of reading `tokens` tokens for `queries` queries."""
     if queries == 0:
         return 0
-    items = pieces(config, queries, tokens)
+    items = items_of_pack(config, queries, tokens)
     size = -(-queries // items)
     return items * uncut_price(config, size, tokens)
 
@@ -102,7 +102,7 @@ def pack_price(config: PackConfig, queries: int, tokens: int) -> int:
 def computing_price(config: PackConfig, queries: int, tokens: int, tail_tokens: int | None = None) -> int:
     """What the wide work items of a pack cost beyond reading its KV once; 0 where single warps run it. With `tail_tokens`, the pack is one
     work item, which tails follow."""
-    count = pieces(config, queries, tokens) if tail_tokens is None else 1
+    count = items_of_pack(config, queries, tokens) if tail_tokens is None else 1
     sizes = [queries * (i + 1) // count - queries * i // count for i in range(count)]
     wide = [size for size in sizes if not by_warps(config, size, in_row_slices(config, size, tokens))]
     tails = tail_tokens or 0

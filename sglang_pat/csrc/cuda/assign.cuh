@@ -1,4 +1,4 @@
-// Looks up a CTA's work items in the plan and keeps them in shared memory, in order of phase (`AssignedItems`). Each thread
+// Looks up a CTA's work items in the plan and keeps them in shared memory, in order of kind (`AssignedItems`). Each thread
 // looks up one item, so that the chain of dependent loads (plan, lengths, rows, slots) is waited for once in a pass and not
 // once for each item. Every forward kernel calls `look_up` at the start of a pass and `get` for each item.
 #pragma once
@@ -14,11 +14,11 @@ namespace pat {
 // Items of one look-up.
 template <int kThreads>
 struct AssignedItems {
-  static constexpr int kWords = kThreads / kWarpSize > kPhases ? kThreads / kWarpSize : kPhases;
+  static constexpr int kWords = kThreads / kWarpSize > kItemKinds ? kThreads / kWarpSize : kItemKinds;
   Item items[kThreads];
-  uint16_t order[kPhases][kThreads];  // indices into items by phase; those that teams share come first
-  int count[kPhases], shared[kPhases];
-  TeamPlace places[kWide][kWords];  // of each warp, by phase
+  uint16_t order[kItemKinds][kThreads];  // indices into items by kind; those that teams share come first
+  int count[kItemKinds], shared[kItemKinds];
+  TeamPlace places[kWide][kWords];  // of each warp, by kind
   int next;                         // first item of the CTA that was not looked up
   bool parts_stay, wide_last, more;
 };
@@ -35,14 +35,14 @@ class Items {
   // the CTA has more threads than there is room for items, only the first kThreads read.
   template <int kWarps, int kCtaThreads = kThreads>
   __device__ void look_up(int first, int ms) {
-    static_assert(Assigned::kWords >= kPhases && Assigned::kWords >= kWarps);
+    static_assert(Assigned::kWords >= kItemKinds && Assigned::kWords >= kWarps);
     const int thread = thread_of_cta(), warp = warp_id();
     if (first == 0) prefetch_tables();
     int found = 0;
     if (kCtaThreads == kThreads || thread < kThreads) {
       const Item item = read(first + thread, ms);
       assigned_.items[thread] = item;
-      found = item.phase != kNoItem;
+      found = item.kind != kNoItem;
     }
     const int number = __syncthreads_count(found);
     if (thread == 0) {
@@ -56,7 +56,7 @@ class Items {
     // only the first is an item here if the tile holds all of its rows.
     const bool one = number == p_.row_slices && (number == 1 || assigned_.items[0].m >= p_.group);
     if (one && warp == 0) sort_one<kWarps>();
-    if (!one && warp < kPhases) sort<kWarps>(Phase(warp), number);
+    if (!one && warp < kItemKinds) sort<kWarps>(ItemKind(warp), number);
     __syncthreads();
   }
 
@@ -73,17 +73,17 @@ class Items {
   // Whether this CTA runs its wide items last (packing/plan.py, `Plan.narrow_first`).
   __device__ bool wide_last() const { return assigned_.wide_last; }
 
-  // Items of a phase; how many of them, counted from the first, teams share; this warp's place in its team.
-  __device__ int count(Phase phase) const { return assigned_.count[phase]; }
-  __device__ int shared(Phase phase) const { return assigned_.shared[phase]; }
-  __device__ TeamPlace place(Phase phase) const { return assigned_.places[phase][warp_id()]; }
+  // Items of a kind; how many of them, counted from the first, teams share; this warp's place in its team.
+  __device__ int count(ItemKind kind) const { return assigned_.count[kind]; }
+  __device__ int shared(ItemKind kind) const { return assigned_.shared[kind]; }
+  __device__ TeamPlace place(ItemKind kind) const { return assigned_.places[kind][warp_id()]; }
 
   // Whether KV of narrow items is marked evict-first, so that parts stay in the L2 cache until they are merged: most narrow
   // items read their KV once. With many parts (deep trees) this gains 2 to 8 %, with few it would lose 5 %
   // (benchmarks/notes/first-versions.md, "What else was tried").
   __device__ bool parts_stay() const { return assigned_.parts_stay; }
 
-  __device__ const Item& get(Phase phase, int i) const { return assigned_.items[assigned_.order[phase][i]]; }
+  __device__ const Item& get(ItemKind kind, int i) const { return assigned_.items[assigned_.order[kind][i]]; }
 
  private:
   // Prefetches the plan and the lengths to L2, some lines by each CTA: otherwise each of the dependent loads of a look-up
@@ -97,13 +97,13 @@ class Items {
     }
   }
 
-  // Sums over the items of a phase with up to `longest` tokens. By one warp.
-  __device__ ItemSum sum_up(Phase phase, int number, int longest) const {
+  // Sums over the items of a kind with up to `longest` tokens. By one warp.
+  __device__ ItemSum sum_up(ItemKind kind, int number, int longest) const {
     ItemSum sum = {};
 #pragma unroll 1
     for (int i = lane_id(); i < number; i += kWarpSize) {
       const Item& item = assigned_.items[i];
-      if (item.phase != phase || item.tokens > longest) continue;
+      if (item.kind != kind || item.tokens > longest) continue;
       ++sum.count;
       sum.longest = max(sum.longest, item.tokens);
       sum.tokens += item.tokens;
@@ -117,11 +117,11 @@ class Items {
     return __reduce_min_sync(~0u, team_rank<kWarps>(lane_id(), items));
   }
 
-  // Orders the items of a phase, those that teams share first, and chooses the teams. By one warp.
+  // Orders the items of a kind, those that teams share first, and chooses the teams. By one warp.
   template <int kWarps>
-  __device__ void sort(Phase phase, int number) {
+  __device__ void sort(ItemKind kind, int number) {
     const int lane = lane_id();
-    ItemSum all_sum = {}, own_sum = {};  // all items of the phase; those that one warp runs alone
+    ItemSum all_sum = {}, own_sum = {};  // all items of the kind; those that one warp runs alone
     int longest_own = INT_MAX;           // longer items are shared
     int extra_shared = 0;                // shared although they are not longer
     int shared = 0;                      // items that teams share, both kinds
@@ -130,9 +130,9 @@ class Items {
     // repeat. A loop, so that its code is there once.
 #pragma unroll 1
     for (bool converged = false;;) {
-      if (!converged) own_sum = sum_up(phase, number, longest_own);
+      if (!converged) own_sum = sum_up(kind, number, longest_own);
       if (longest_own == INT_MAX) all_sum = own_sum;
-      if (phase == kWide || all_sum.count == 0) break;
+      if (kind == kWide || all_sum.count == 0) break;
       const bool last = converged || own_sum.longest == 0;
       shared = all_sum.count - own_sum.count + extra_shared;
       best = best_teams<kWarps>(
@@ -150,18 +150,18 @@ class Items {
 #pragma unroll 1
     for (int first = 0; first < number; first += kWarpSize) {
       const int i = first + lane;
-      const bool ours = i < number && assigned_.items[i].phase == phase;
+      const bool ours = i < number && assigned_.items[i].kind == kind;
       const bool is_short = ours && assigned_.items[i].tokens <= longest_own;
       const uint32_t before = (1u << lane) - 1, short_ones = __ballot_sync(~0u, is_short);
       const bool own = is_short && __popc(short_ones & before) >= extra_shared;
       extra_shared = max(0, extra_shared - __popc(short_ones));
       const uint32_t own_bits = __ballot_sync(~0u, own), shared_bits = __ballot_sync(~0u, ours) & ~own_bits;
       const int place = own ? next_own + __popc(own_bits & before) : next_shared + __popc(shared_bits & before);
-      if (ours) assigned_.order[phase][place] = uint16_t(i);
+      if (ours) assigned_.order[kind][place] = uint16_t(i);
       next_own += __popc(own_bits), next_shared += __popc(shared_bits);
     }
-    if (lane == 0) assigned_.count[phase] = all_sum.count, assigned_.shared[phase] = shared;
-    if (shared > 0 && lane < kWarps) assigned_.places[phase][lane] = team_place<kWarps>(best, lane);
+    if (lane == 0) assigned_.count[kind] = all_sum.count, assigned_.shared[kind] = shared;
+    if (shared > 0 && lane < kWarps) assigned_.places[kind][lane] = team_place<kWarps>(best, lane);
   }
 
   // `sort` for a single item: all warps share it if it is long. By one warp.
@@ -170,21 +170,21 @@ class Items {
     const int lane = lane_id();
     const Item& item = assigned_.items[0];
     const int time = team_time<kWarps>(kWarps, {1, item.tokens, item.tokens});
-    const bool shared = item.phase < kWide && item.tokens > time;
-    if (lane < kPhases) {
-      const bool ours = item.phase == lane;
+    const bool shared = item.kind < kWide && item.tokens > time;
+    if (lane < kItemKinds) {
+      const bool ours = item.kind == lane;
       assigned_.count[lane] = ours;
       assigned_.shared[lane] = ours && shared;
       assigned_.order[lane][0] = 0;
     }
-    if (shared && lane < kWarps) assigned_.places[item.phase][lane] = {uint8_t(kWarps), uint8_t(lane), 1, 0};
+    if (shared && lane < kWarps) assigned_.places[item.kind][lane] = {uint8_t(kWarps), uint8_t(lane), 1, 0};
   }
 
   // Item number `index` of the CTA. Each item of the plan counts as `row_slices`; where its tile holds all rows of a query,
   // only the first of them is an item.
   __device__ __forceinline__ Item read(int index, int ms) const {
     Item item = {};
-    item.phase = kNoItem;
+    item.kind = kNoItem;
     const int32_t* bins = p_.plan + kHeaderSize;
     const int num_tasks = p_.plan[kNumBins] * p_.runs, items = p_.plan[kItems];
     int task = int(fresh(blockIdx.x)), bin = 0, at = -1;
@@ -221,16 +221,16 @@ class Items {
     item.kv.head = uint16_t(Variant::kStraddles ? row[kTileM] >> kFirstRowShift : head);
     if constexpr (Variant::kLimits) align(item.kv, item, start);
     item.first_head = uint16_t(head * p_.kv_group + min(split * p_.group, p_.kv_group - p_.group));
-    item.phase = uint8_t((ms >> item.m / 8 & 1) != 0 ? phase_of(item.m) : kPhases);
+    item.kind = uint8_t((ms >> item.m / 8 & 1) != 0 ? kind_of(item.m) : kItemKinds);
     if (p_.row_slices > 1) {
       if (item.m < p_.group)
         item.first_head += uint16_t(min(slice * item.m, p_.group - item.m));
       else if (slice > 0)
-        item.phase = kPhases;
-      if (item.phase == kPhases) return item;
+        item.kind = kItemKinds;
+      if (item.kind == kItemKinds) return item;
     }
     if constexpr (kLooksUpTails) {
-      if (item.tails && item.phase == kWide) look_up_tails(item, end);
+      if (item.tails && item.kind == kWide) look_up_tails(item, end);
     }
     if (Variant::kMasks && item.draft > 0) prefetch(p_.masks + int64_t(item.query) * p_.draft);
     // The KV slots are read next, by a warp that does not know its item yet.
@@ -244,7 +244,7 @@ class Items {
   // have hidden tokens.
   template <typename Kv>
   __device__ void align(Kv& kv, Item& item, int start) const {
-    const int hidden = Variant::kAlike && item.tokens > 0 ? start % kTokens : 0;
+    const int hidden = Variant::kBatchInvariant && item.tokens > 0 ? start % kTokens : 0;
     kv.hidden = uint16_t(hidden);
     item.slots -= hidden;
     item.tokens += hidden;

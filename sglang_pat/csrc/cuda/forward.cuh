@@ -22,9 +22,9 @@
 namespace pat {
 
 #if PAT_WGMMA
-#define PAT_PHASE __forceinline__  // wgmma does not survive calls
+#define PAT_PASS __forceinline__  // wgmma does not survive calls
 #else
-#define PAT_PHASE __noinline__  // registers are allocated better for one phase at a time
+#define PAT_PASS __noinline__  // registers are allocated better for one pass at a time
 #endif
 
 // Registers of a thread in a pass, where threads that do not compute give some to those that do: of one that computes wide
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Format::kThreads, 1) forward(const __grid_cons
   constexpr bool kSameForBoth = kRegisters.wide == kRegisters.narrow;
   launch_dependents();
   Items<Format::kItems> items(p, memory.assigned);
-  // No barrier between the two: every warp has its own memory, and each phase its own team barriers.
+  // No barrier between the two: every warp has its own memory, and each kind of items its own team barriers.
   const auto single = [&] {
     if constexpr ((Format::kNarrowMs & tile_bit(kSingleM)) != 0) {
       if (items.count(kSingle) > 0) Format::template run_narrow<kSingleM>(p, items, memory);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(Format::kThreads, 1) forward(const __grid_cons
         kHasWide &&
         (!kHasNarrow || __shfl_sync(~0u, items.count(kWide) > 0 && (from == kSameLookUp) == items.wide_last(), 0));
     // Whether the other kind of items is left after this pass.
-    const auto phase_left = [&](bool ran_wide) -> int {
+    const auto pass_left = [&](bool ran_wide) -> int {
       if constexpr (!kHasWide || !kHasNarrow) return false;
       return items.wide_last() ? !ran_wide & (items.count(kWide) > 0) : ran_wide;
     };
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(Format::kThreads, 1) forward(const __grid_cons
         if constexpr (kSameForBoth) narrow();
         ran_wide = fresh(0u);  // not kept in a register meanwhile
       }
-      const bool left = phase_left(ran_wide != 0);
+      const bool left = pass_left(ran_wide != 0);
       if (!left & !items.more()) break;
       from = left ? kSameLookUp : items.next();
       if constexpr (kTrades) {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(Format::kThreads, 1) forward(const __grid_cons
         if constexpr (kTrades) sync_threads(kGrownInNarrow, Format::kThreads);
         ran_wide = fresh(0u);
       }
-      const bool left = phase_left(ran_wide != 0);
+      const bool left = pass_left(ran_wide != 0);
       if (!left & !items.more()) break;
       from = left ? kSameLookUp : items.next();
       if constexpr (kTrades) grow_registers<first_registers(Format::kThreads)>();

@@ -12,9 +12,9 @@ namespace pat {
 
 // Kinds of work items, by the rows of the query tile: 8, 16, more. Narrow ones of both sizes have teams and barriers of
 // their own.
-enum Phase { kSingle, kNarrow, kWide, kPhases, kNoItem };
+enum ItemKind { kSingle, kNarrow, kWide, kItemKinds, kNoItem };
 
-__device__ constexpr Phase phase_of(int m) {
+__device__ constexpr ItemKind kind_of(int m) {
   if (Variant::kLatent) return kWide;  // all warps compute every item together
   return m == kSingleM ? kSingle : m == kNarrowM ? kNarrow : kWide;
 }
@@ -53,7 +53,7 @@ struct Item : std::conditional_t<kLooksUpTails, LookedUpTails, NoTails> {
   std::conditional_t<Variant::kLimits, KvHeadAndHidden, KvHead> kv;
   uint16_t first_head;  // first query head
   uint8_t m;            // rows of its query tile
-  uint8_t phase;        // kPhases if the module has no such tile
+  uint8_t kind;         // kItemKinds if the module has no such tile
 };
 
 // Batch position of an item's `member`-th query; the first one was looked up with the item.

@@ -204,7 +204,7 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
 }
 
 // Launches forward and, if asked for, merge on the current stream. The merge kernels add up parts in other orders, and which
-// one is fastest depends on the batch; with kAlike it is the same one for all.
+// one is fastest depends on the batch; with kBatchInvariant it is the same one for all.
 void decode(TensorView q, TensorView out, TensorView plan, TensorView partial, TensorView lse, TensorView k, TensorView v,
             TensorView records, double v_scale, TensorView req_to_token, TensorView rows, TensorView seq_lens,
             TensorView masks, double scale, double logit_cap, TensorView sinks, int64_t window, int64_t tile_rows,
@@ -218,9 +218,9 @@ void decode(TensorView q, TensorView out, TensorView plan, TensorView partial, T
   const int64_t outputs = int64_t(p.queries) * p.heads;
   if (!with_merge || outputs == 0) return;
   const auto ctas_for = [](int64_t warps) { return int((warps + pat::kMergeWarps - 1) / pat::kMergeWarps); };
-  if (outputs <= ctas.merge_by_cta && !Variant::kAlike)
+  if (outputs <= ctas.merge_by_cta && !Variant::kBatchInvariant)
     launch(kMergeByCta, int(outputs), pat::kMergeThreads, 0, stream, overlap, p);
-  else if (Variant::kAlike || ctas_for(outputs) <= ctas.merge_by_warp || p.heads % kMergeRows != 0)
+  else if (Variant::kBatchInvariant || ctas_for(outputs) <= ctas.merge_by_warp || p.heads % kMergeRows != 0)
     launch(kMergeByWarp, ctas_for(outputs), pat::kMergeThreads, 0, stream, overlap, p);
   else
     launch(kMergeSeveral, ctas_for(outputs / kMergeRows), pat::kMergeThreads, 0, stream, overlap, p);

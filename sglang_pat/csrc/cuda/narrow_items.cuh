@@ -19,7 +19,7 @@ template <int kThreads, int kM, int kWarps, int kStages, int kStage, int kChunkT
 class NarrowItems {
  protected:
   using WorkItems = Items<kThreads>;
-  static constexpr Phase kPhase = phase_of(kM);
+  static constexpr ItemKind kKind = kind_of(kM);
 
   // Position in the chunks of a warp.
   struct Cursor {
@@ -35,20 +35,20 @@ class NarrowItems {
         items_(items),
         memory_(memory),
         statistics_(statistics),
-        count_(items.count(kPhase)),
-        shared_(items.shared(kPhase)) {}
+        count_(items.count(kKind)),
+        shared_(items.shared(kKind)) {}
 
   // Address of a warp's stage.
   __device__ uint8_t* stage(int warp, int number) const { return memory_ + warp * kStages * kStage + number * kStage; }
   __device__ static int next_stage(int number) { return number == kStages - 1 ? 0 : number + 1; }
 
   __device__ bool ended(const Cursor& cursor) const { return cursor.at >= count_; }
-  __device__ const Item& item(const Cursor& cursor) const { return items_.get(kPhase, cursor.at); }
+  __device__ const Item& item(const Cursor& cursor) const { return items_.get(kKind, cursor.at); }
   __device__ static bool shared(const Cursor& cursor) { return cursor.step > kChunkTokens; }
 
   // Moves to the next item of this warp or its team.
   __device__ void next_item(Cursor& cursor) const {
-    const TeamPlace place = items_.place(kPhase);
+    const TeamPlace place = items_.place(kKind);
     const int next = cursor.at < 0 ? place.team : cursor.at + place.teams;
     const bool shared = cursor.at < shared_ && next < shared_;
     cursor.at = shared ? next : cursor.at < shared_ ? shared_ + warp_id() : cursor.at + kWarps;
@@ -61,7 +61,7 @@ class NarrowItems {
   const WorkItems& items_;
   uint8_t* const memory_;
   NarrowStatistics<kWarps>& statistics_;
-  const int count_, shared_;  // items of the phase; the first `shared_` are teams'
+  const int count_, shared_;  // items of the kind; the first `shared_` are teams'
 };
 
 }  // namespace pat

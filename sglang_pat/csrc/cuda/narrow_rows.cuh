@@ -1,5 +1,5 @@
 // Q and O of a narrow item in one warp's registers, in the layout of the transposed products (kv/plain_narrow.cuh), and their
-// way out: `write` for an item of one warp, `merge_team` for a team's. Which KV a warp computes, and how it is loaded, is the
+// way out: `write` for an item of one warp, `reduce_team` for a team's. Which KV a warp computes, and how it is loaded, is the
 // `Loader`'s.
 #pragma once
 
@@ -18,7 +18,7 @@ class NarrowRows : protected Loader {
       : Loader(p, items, memory, statistics) {}
 
  protected:
-  using Loader::item, Loader::stage, Loader::kPhase, Loader::kReadAhead, Loader::statistics_, Loader::items_,
+  using Loader::item, Loader::stage, Loader::kKind, Loader::kReadAhead, Loader::statistics_, Loader::items_,
       Loader::memory_, Loader::p_;
   using typename Loader::S;
   static constexpr int kBlocks = kM / 8, kSteps = kDim / 16, kVSteps = kVDim / 16;
@@ -119,14 +119,14 @@ class NarrowRows : protected Loader {
   }
 
   // Merges the results of a team's warps, each in the stage of its last chunk, where it puts O [kM, v_dim] in float32.
-  __device__ void merge_team(const Item& item, int last) {
+  __device__ void reduce_team(const Item& item, int last) {
     static_assert(kM * panels(kVDim) * kPanelColumns * 4 <= S::kStage);
     static_assert(kWarps / 2 <= kMostTeams, "each team has a barrier");
     const Results<T, kVDim> results(p_);
     const int rows = min(item.count * p_.group, kM);
-    const TeamPlace team = items_.place(kPhase);
+    const TeamPlace team = items_.place(kKind);
     const int lane = lane_id(), warp = warp_id(), leader = warp - team.warp;
-    const auto all_arrived = [&] { sync_threads(kTeamBarrier + kPhase * kMostTeams + team.team, team.warps * kWarpSize); };
+    const auto all_arrived = [&] { sync_threads(kTeamBarrier + kKind * kMostTeams + team.team, team.warps * kWarpSize); };
     float* own = reinterpret_cast<float*>(stage(warp, last));
     __syncwarp();
 #pragma unroll 1

@@ -23,7 +23,7 @@ constexpr int kAlternating = 2;
 // Whether an item is shared like that.
 template <int kDim>
 __device__ __forceinline__ bool alternates_tiles(const Item& item) {
-  return wide_warpgroups(kDim) > 1 && !has_own_queries(kDim) && !Variant::kAlike && item.m == kWarpgroupRows &&
+  return wide_warpgroups(kDim) > 1 && !has_own_queries(kDim) && !Variant::kBatchInvariant && item.m == kWarpgroupRows &&
          item.tokens > kOwnTokens;
 }
 
@@ -41,7 +41,7 @@ constexpr int kBufferRows = has_own_queries(kDim) ? kWarpgroupRows : kMaxRows<kD
 
 // Q of an item, and what consumers need of each row: where its result goes, its mask, its `tokens_behind`, and its query's
 // tail. Except with `has_own_queries`, `q` has room for all consumer warpgroups, even where the last one converts instead:
-// `WideWarpgroup::merge_warpgroups` uses the rows behind the first 64 as scratch for O [64, v_dim] in float32.
+// `WideWarpgroup::reduce_warpgroups` uses the rows behind the first 64 as scratch for O [64, v_dim] in float32.
 template <int kDim>
 struct WideQueries {
   alignas(1024) uint8_t q[(has_own_queries(kDim) ? 1 : warpgroups(kDim)) * kWarpgroupRows * panels(kDim) * kPanelRow];

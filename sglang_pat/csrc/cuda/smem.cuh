@@ -34,7 +34,7 @@ constexpr int row_panels(int row_bytes) { return (row_bytes + kPanelRow - 1) / k
 
 // Named barriers; 0 is __syncthreads. Warpgroups and teams use the same ones: a pass with wide items has no teams.
 constexpr int kWideBarrier = 1, kRegistersBarrier = 2, kProducerBarrier = 3;
-constexpr int kTeamBarrier = 4, kMostTeams = 6;  // one for each team, in each of two phases
+constexpr int kTeamBarrier = 4, kMostTeams = 6;  // one for each team, for each of two kinds of items
 constexpr int kWarpgroupBarrier = kTeamBarrier;  // one for each warpgroup
 // One for each warpgroup that computes latents: its weights are there for the other one.
 constexpr int kLatentWarpgroups = 2, kPublishedBarrier = kWarpgroupBarrier + kLatentWarpgroups;

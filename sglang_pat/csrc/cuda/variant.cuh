@@ -35,7 +35,7 @@ struct Variant {
   static constexpr bool kTails = PAT_TAILS;
   // Whether a query's result has the same bits in any batch: every wide item adds up its KV in one order, as parts are merged
   // in one, and KV tiles begin where positions are multiples of 64.
-  static constexpr bool kAlike = PAT_ALIKE;
+  static constexpr bool kBatchInvariant = PAT_BATCH_INVARIANT;
   // Whether queries of latents may straddle work items: an item may begin within a query, and merge looks up which rows a
   // part has, which took modules that do not need it 2 to 4 % (benchmarks/notes/latents.md, "Queries that straddle tiles").
   static constexpr bool kStraddles = PAT_STRADDLES;

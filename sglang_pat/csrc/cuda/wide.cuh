@@ -7,7 +7,7 @@
 //   64 rows, up to kOwnTokens tokens           one warpgroup, the next item by the next one: each hides the others'
 //                                              latency, but not that of Q where it has one buffer (converted KV)
 //   64 rows, each group with a buffer of Q     the same, whatever the tokens (`has_own_queries`)
-//   64 rows, kAlike                            the same, whatever the tokens; with one buffer of Q one group waits for it
+//   64 rows, kBatchInvariant                            the same, whatever the tokens; with one buffer of Q one group waits for it
 //   64 rows, more tokens                       two warpgroups, which alternate over KV tiles and merge at the end
 //   with tails                                 as above; then each warpgroup continues with its own query's tail
 //
@@ -166,7 +166,7 @@ class WideWarpgroup {
     const bool summed_up = alternates_tiles<kDim>(item);  // computed again: registers are few
     // The scratch is the part of Q's buffer behind the item's 64 rows.
     if (!kOwnQueries && summed_up)
-      merge_warpgroups(softmax, o, reinterpret_cast<float*>(queries.q + kWarpgroupRows * panels(kDim) * kPanelRow));
+      reduce_warpgroups(softmax, o, reinterpret_cast<float*>(queries.q + kWarpgroupRows * panels(kDim) * kPanelRow));
     else
       sync_threads(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);  // no product reads Q any more
     if (!summed_up || warpgroup == 0) write(item.m, softmax, o);
@@ -225,7 +225,7 @@ class WideWarpgroup {
 
   // Merges the second warpgroup's results into the first's, thread by thread: both have the same rows and columns. The
   // scratch may be overwritten when all threads have released Q.
-  __device__ void merge_warpgroups(Softmax& softmax, float (&o)[P::kOutputs], float* scratch) {
+  __device__ void reduce_warpgroups(Softmax& softmax, float (&o)[P::kOutputs], float* scratch) {
     auto& statistics = statistics_[buffer()];
     const int thread = thread_of<kWarpgroupThreads>(), warpgroup = this_warpgroup();
     if (warpgroup == 1) {

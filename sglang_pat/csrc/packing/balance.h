@@ -75,8 +75,8 @@ class Bins {
     items.reserve(3 * batch + 1024);
     shared_.reserve(batch);
     single_.reserve(2 * batch);
-    pieces_.reserve(1024);
-    split_.reserve(1024);
+    split_packs_.reserve(1024);
+    split_priced_.reserve(1024);
     begins.reserve(1024);
     num_parts.reserve(batch);
   }
@@ -89,9 +89,9 @@ class Bins {
     Group shared = price_all(packs.shared, shared_, packs, seq_lens, config, grows);
     const int64_t bins = count(packs, config), mean = ceil_div(packs.work, bins);
     Filling best = fill_evenly<true>(shared, single, packs, config, bins);
-    if (config.split_queries > 0 && best.longest > mean + mean / kTooLong && are_few(shared, single, bins) &&
-        split(packs.shared, config.split_queries, bins)) {
-      const Group pieces = price_all(pieces_, split_, packs, seq_lens, config, grows);
+    if (config.rebalance_queries > 0 && best.longest > mean + mean / kTooLong && are_few(shared, single, bins) &&
+        split_long(packs.shared, config.rebalance_queries, bins)) {
+      const Group pieces = price_all(split_packs_, split_priced_, packs, seq_lens, config, grows);
       const Filling filling = fill_evenly<false>(pieces, single, packs, config, bins);
       if (filling.longest + best.longest / kSplitGain <= best.longest) best = filling, shared = pieces;
     }
@@ -179,17 +179,17 @@ class Bins {
 
   // Splits all packs into pieces of at most `most` queries, each of even size; those with tails stay as they are. False if that changes none, or makes more
   // than there are bins. A piece of one query remains beside those of several.
-  bool split(const std::vector<Pack>& packs, int most, int64_t bins) {
-    pieces_.clear();
+  bool split_long(const std::vector<Pack>& packs, int most, int64_t bins) {
+    split_packs_.clear();
     for (const Pack& pack : packs) {
       const int64_t size = pack.count, pieces = pack.tails ? 1 : ceil_div(size, most);
-      if (int64_t(pieces_.size()) + pieces > bins) return false;
+      if (int64_t(split_packs_.size()) + pieces > bins) return false;
       for (int64_t i = 0; i < pieces; ++i) {
         const int64_t first = size * i / pieces, end = size * (i + 1) / pieces;
-        pieces_.emplace_back(pack.start, pack.end, pack.first + first, end - first, pack.tails);
+        split_packs_.emplace_back(pack.start, pack.end, pack.first + first, end - first, pack.tails);
       }
     }
-    return pieces_.size() > packs.size();
+    return split_packs_.size() > packs.size();
   }
 
   // How to fill bins: up to `capacity`, or else to the average; the price of the longest one then. `kept`: it is what `items` has.
@@ -356,8 +356,8 @@ class Bins {
   }
 
   std::vector<Waiting> shared_, single_;  // as the packs
-  std::vector<Pack> pieces_;              // the shared packs, split
-  std::vector<Waiting> split_;            // as the pieces
+  std::vector<Pack> split_packs_;         // the shared packs, split
+  std::vector<Waiting> split_priced_;     // as the pieces
 };
 
 }  // namespace pat

@@ -47,7 +47,7 @@ class ExtendMaker {
       if (int64_t(packs_.queries.size()) > kMaxQueries) throw TooLarge("an extend's work items have too many queries");
     }
     for (size_t i = 0; i < batch.size(); ++i) add_own(int32_t(i), config);
-    if (config.piece > 0) packs_.cut(lengths_, config, 2 * kMaxQueries);
+    if (config.piece > 0) packs_.cut_at_pieces(lengths_, config, 2 * kMaxQueries);
     price_ = packs_.price(config);
     alone_ = 0;
     for (size_t i = 0; i < batch.size(); ++i)
@@ -136,8 +136,8 @@ class ExtendMaker {
 
   int64_t write(const Config& config) {
     Config whole = config;
-    whole.window = 0;         // positions, as nothing moves
-    whole.split_queries = 0;  // packs begin where their first token sees, and were priced as they are
+    whole.window = 0;             // positions, as nothing moves
+    whole.rebalance_queries = 0;  // packs begin where their first token sees, and were priced as they are
     whole.straddled_rows = 0;
     const int64_t bins = config.max_bins();
     const int64_t items = int64_t(packs_.shared.size() + packs_.single.size()) + bins;

@@ -134,7 +134,7 @@ pat::Config config_of(const Values& given) {
   config.max_queries = values.number("max_queries", 1, kMaxTile);
   config.few_queries = values.number("few_queries", 1, config.max_queries);
   config.warp_queries = values.number("warp_queries", 0, kMaxTile);
-  config.split_queries = values.number("split_queries", 0, config.max_queries);
+  config.rebalance_queries = values.number("rebalance_queries", 0, config.max_queries);
   config.tails_queries = values.number("tails_queries", 1, config.max_queries);
   config.straddled_rows = values.number("straddled_rows", 0, kMaxTile);
   config.policy = pat::Policy(values.number("policy", 0, int(pat::Policy::kOptimal)));

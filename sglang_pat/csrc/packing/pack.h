@@ -131,7 +131,7 @@ struct Packs {
       staying_[c.first] += 1;
       staying_[c.queries_end] -= 1;
     }
-    if (const int32_t count = int32_t(queries.size()) - first) split_queries(start, prefix.end, first, count, config);
+    if (const int32_t count = int32_t(queries.size()) - first) split_by_tile(start, prefix.end, first, count, config);
     if (prefix.leaves() == 0) return;
     if (most_tails > 0 && start < prefix.end && add_with_tails(prefixes, choices, prefix, start, seq_lens, config)) return;
     const int32_t tails = int32_t(queries.size());
@@ -170,7 +170,7 @@ struct Packs {
 
   // Cuts packs, and what a window leaves of them, where positions are multiples of `config.piece`. A query is in those pieces
   // of its packs of which it sees something. Throws TooLarge if the pieces have more than `most` queries together.
-  void cut(const std::vector<int32_t>& seq_lens, const Config& config, int64_t most) {
+  void cut_at_pieces(const std::vector<int32_t>& seq_lens, const Config& config, int64_t most) {
     num_parts.assign(seq_lens.size(), 0);
     work = 0;
     uncut_.assign(shared.begin(), shared.end());
@@ -242,7 +242,7 @@ struct Packs {
         continue;
       }
       const bool parts = size > 1 && parts_pay(pack, seq_lens, config);
-      if (parts) split_queries(start, prefix.end, first, size, config);
+      if (parts) split_by_tile(start, prefix.end, first, size, config);
       for (int32_t j = 0; j < size; ++j) {
         const int32_t from = parts ? prefix.end : start;
         single.emplace_back(from, kOpen, first + j, 1);
@@ -268,9 +268,9 @@ struct Packs {
   }
 
   // Packs that are a work item each until they are cut, as even as can be.
-  void split_queries(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
+  void split_by_tile(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
     if (config.straddled_rows > 0 && count > 1) return split_rows(start, end, first, count, config);
-    const int32_t pieces = int32_t(config.pieces(count, end - start));
+    const int32_t pieces = int32_t(config.items_of_pack(count, end - start));
     const bool computes = count > 1 && config.narrow_first_price > 0;
     int64_t wide = 0;
     for (int32_t i = 0, from = 0; i < pieces; ++i) {

@@ -65,7 +65,7 @@ class PlanMaker {
       }
       const auto cuts = [&](int32_t levels) { return levels <= prefixes_.max_depth; };
       statistics.levels = *std::find_if(std::begin(kLevels), std::end(kLevels), cuts);
-      prefixes_.cut(statistics.levels, seen_);
+      prefixes_.keep_levels(statistics.levels, seen_);
     }
   }
 
@@ -111,7 +111,7 @@ class PlanMaker {
     // Packing pays by the model or is not done.
     const Packs* best = &packs_;
     if (config.piece > 0) {
-      packs_.cut(seen_, config, std::min<int64_t>(2 * buffer.capacity, INT32_MAX));
+      packs_.cut_at_pieces(seen_, config, std::min<int64_t>(2 * buffer.capacity, INT32_MAX));
     } else if (prefixes_.nodes.size() > 1 && packs_.price(config) > unpacked_price(config)) {
       choices_.reset(prefixes_);
       unpacked_.begin(prefixes_, seq_lens_.size());

@@ -58,7 +58,7 @@ struct Prefixes {
   }
 
   // Keeps the first `levels` levels. Who shares more has a tail from there.
-  void cut(int32_t levels, const std::vector<int32_t>& seq_lens) {
+  void keep_levels(int32_t levels, const std::vector<int32_t>& seq_lens) {
     if (max_depth < levels) return;
     above_.assign(1, kNone);  // the last prefix of each level, below nothing
     size_t kept = 0;

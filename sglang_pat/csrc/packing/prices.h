@@ -89,7 +89,7 @@ struct Config {
   // From how much computing beyond reading on every second worker runs narrow items first; 0: none does.
   int64_t narrow_first_price = 0;
   int group = 1, runs = 1, workers = 1, max_queries = 1, few_queries = 1, warp_queries = 0;
-  int split_queries = 0;  // up to so many have work items into which packs are split where a bin is too long; 0: none are
+  int rebalance_queries = 0;  // up to so many have work items into which packs are split where a bin is too long; or 0
   // A query of more than `slice_rows` rows, with up to `slices_tokens` tokens, is run in slices of so many.
   int64_t slices_tokens = -1;
   int slice_rows = 0;
@@ -119,7 +119,7 @@ struct Config {
     if (straddled_rows > 0) {
       in_range("straddled_rows", straddled_rows, group + 1, UINT8_MAX);
       in_range("max_queries", max_queries, 2 + (straddled_rows - 2) / group, kMaxTile);
-      if (piece > 0 || tails_queries > 1 || slices_tokens >= 0 || split_queries > 1)
+      if (piece > 0 || tails_queries > 1 || slices_tokens >= 0 || rebalance_queries > 1)
         throw std::invalid_argument(
             "rows of a pack are cut in no plans in pieces, with tails, slices or packs that are split");
     }
@@ -194,7 +194,7 @@ struct Config {
   int64_t whole_queries() const { return straddled_rows > 0 ? straddled_rows / group : max_queries; }
 
   // In how many work items a pack is run.
-  int64_t pieces(int64_t queries, int64_t tokens) const {
+  int64_t items_of_pack(int64_t queries, int64_t tokens) const {
     if (straddled_rows > 0) return ceil_div(queries * group, straddled_rows);
     const int64_t pieces = queries <= max_queries ? 1 : ceil_div(queries, max_queries);
     const int64_t size = pieces == 1 ? queries : ceil_div(queries, pieces);
@@ -203,7 +203,7 @@ struct Config {
 
   int64_t pack_price(int64_t queries, int64_t tokens) const {
     if (queries == 0) return 0;
-    const int64_t count = pieces(queries, tokens);
+    const int64_t count = items_of_pack(queries, tokens);
     return count * uncut_price(pack_prices, count == 1 ? queries : ceil_div(queries, count), tokens);
   }
 

@@ -69,7 +69,7 @@ struct PageKv {
   }
 
   template <int kM>
-  static __device__ PAT_PHASE void run_narrow(const Params& p, const WorkItems& items, Memory& memory) {
+  static __device__ PAT_PASS void run_narrow(const Params& p, const WorkItems& items, Memory& memory) {
     PageWarp<T, Kv, kDim, kM>(p, items, memory.narrow.stages, memory.narrow.statistics).run();
   }
 };

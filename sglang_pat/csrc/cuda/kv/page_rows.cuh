@@ -16,7 +16,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
   using Loader::at_page, Loader::copy_next, Loader::ended, Loader::item, Loader::last, Loader::look_up;
   using Loader::next_item, Loader::next_stage, Loader::p_, Loader::shared, Loader::stage, Loader::step_of;
   using Rows::kBlocks, Rows::kSteps;
-  using Rows::merge_team, Rows::load_q, Rows::o_, Rows::q_, Rows::softmax_, Rows::write;
+  using Rows::reduce_team, Rows::load_q, Rows::o_, Rows::q_, Rows::softmax_, Rows::write;
   using typename Loader::Cursor, typename Loader::S;
   using R = typename S::R;
   using Product = Half<typename Kv::Product>;
@@ -50,7 +50,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
         if (user.at >= 0) {
           softmax_.finish();
           if (shared(user))
-            merge_team(item(user), used), wanted = 1;
+            reduce_team(item(user), used), wanted = 1;
           else
             write(item(user));
           used = next_stage(used);

@@ -74,7 +74,7 @@ struct PlainKv {
     memory.barriers.template init<kDim>(again);
   }
 
-  static __device__ PAT_PHASE void run_wide(const Params& p, const WorkItems& items, Memory& memory) {
+  static __device__ PAT_PASS void run_wide(const Params& p, const WorkItems& items, Memory& memory) {
     if (!two_convert(kDim) || thread_of_cta() < wide_warpgroups(kDim) * kWarpgroupThreads) {
       WideWarpgroup<T, Kv, kDim, kVDim, kStages, Wide, WorkItems>(p, items, memory.wide, memory.statistics, memory.barriers)
           .run();
@@ -97,7 +97,7 @@ struct PlainKv {
                                     std::conditional_t<kConverts, Converts, Producer<T, kDim, kVDim, kStages>>>;
 
   template <int kM>
-  static __device__ PAT_PHASE void run_narrow(const Params& p, const WorkItems& items, Memory& memory) {
+  static __device__ PAT_PASS void run_narrow(const Params& p, const WorkItems& items, Memory& memory) {
     if (threadIdx.x / kWarpSize < kNarrowWarps)
       NarrowWarp<T, Kv, kDim, kVDim, kM, kNarrowWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();
   }

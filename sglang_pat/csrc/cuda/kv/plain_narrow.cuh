@@ -29,11 +29,11 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
   using Loader = NarrowLoader<Kv, kDim, kVDim, kM, kWarps>;
   using Rows = NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, Loader>;
   using Loader::copy_next, Loader::ended, Loader::item, Loader::next_item, Loader::next_stage, Loader::read_slots;
-  using Loader::kChunkTokens, Loader::kPairs, Loader::kPhase, Loader::kReadAhead, Loader::kSlotsAhead, Loader::kTwoSteps;
+  using Loader::kChunkTokens, Loader::kPairs, Loader::kKind, Loader::kReadAhead, Loader::kSlotsAhead, Loader::kTwoSteps;
   using Loader::shared, Loader::stage;
   using Loader::user_, Loader::items_, Loader::p_;
   using Rows::kBlocks, Rows::kIs8Bit, Rows::kLooksUpRows, Rows::kSteps, Rows::kVSteps;
-  using Rows::merge_team, Rows::load_q, Rows::write, Rows::softmax_, Rows::q_, Rows::next_q_, Rows::o_;
+  using Rows::reduce_team, Rows::load_q, Rows::write, Rows::softmax_, Rows::q_, Rows::next_q_, Rows::o_;
   using typename Loader::Cursor, typename Loader::S, typename Loader::WorkItems, typename Rows::Queries;
   using Product = Half<typename Kv::Product>;
   static constexpr int kLoadSteps = 2 / Kv::kBytes;  // k16 steps whose left operands one ldmatrix loads
@@ -69,7 +69,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
         if (user.at >= 0) {
           softmax_.finish();
           if (shared(user))
-            merge_team(item(user), used), wanted = 1;
+            reduce_team(item(user), used), wanted = 1;
           else
             write(item(user));
           used = next_stage(used);
@@ -156,7 +156,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
   // Whether masking is needed: some row does not see all of a chunk. `first` tokens are left from the chunk's start, `last`
   // from its last k16 step. In a draft only windows can hide something, and they begin fewer than `draft` tokens apart.
   __device__ bool hides_some(int first, int last) const {
-    if constexpr (Variant::kMasks) return items_.get(kPhase, user_).tokens - first < p_.draft;
+    if constexpr (Variant::kMasks) return items_.get(kKind, user_).tokens - first < p_.draft;
     return __any_sync(~0u, Limits(first, behind_, p_).hide_some(0) || Limits(last, behind_, p_).hide_some(kStepTokens));
   }
 
@@ -181,15 +181,15 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
       }
     }
     float correction[kBlocks][2];
-    const int draft = Variant::kMasks ? items_.get(kPhase, user_).draft : 0;
+    const int draft = Variant::kMasks ? items_.get(kKind, user_).draft : 0;
     const auto mask = [&](int row) {
       if constexpr (kLooksUpRows)
         return __shfl_sync(~0u, q_.mask, row);
       else
-        return mask_of(p_, items_.get(kPhase, user_), row);
+        return mask_of(p_, items_.get(kKind, user_), row);
     };
     const auto behind = [&](int row) {
-      return Variant::kMasks ? behind_of(items_.get(kPhase, user_), row) : __shfl_sync(~0u, behind_, row);
+      return Variant::kMasks ? behind_of(items_.get(kKind, user_), row) : __shfl_sync(~0u, behind_, row);
     };
     const bool some = Variant::kLimits && hides_some(tokens, kChunks == 2 ? tokens - step : tokens);
     softmax_.template update<kChunks>(s, tokens, tokens - step, draft, mask, some, behind, p_, correction);
