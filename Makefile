@@ -13,7 +13,7 @@ demo: $(VENV)/installed
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 test: $(VENV)/installed
-	$(PYTEST) -m "not slow" $(TESTS)
+	$(PYTEST) -m "not slow and not release" $(TESTS)
 
 test-all: $(VENV)/installed
 	$(PYTEST) $(TESTS)

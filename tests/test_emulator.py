@@ -22,6 +22,7 @@ pytestmark = pytest.mark.once
 
 SLOW = (
     "pages",
+    "tails",
     "8 bits",
     "unequal, 16 bits",
     "unequal, 8 bits",

@@ -447,6 +447,7 @@ def said(script: str) -> list[str]:
     return [*ran.stdout.splitlines(), ran.stderr]
 
 
+@pytest.mark.release
 def test_what_another_plugin_hooks_is_hooked_too() -> None:
     """Its hooks are applied before ours, and both are called. It may have all that we hook."""
     *_, last, log = said(OTHER_PLUGIN)
@@ -456,6 +457,7 @@ def test_what_another_plugin_hooks_is_hooked_too() -> None:
     assert reason == "''" and "sglang-pat serves" not in log
 
 
+@pytest.mark.release
 def test_without_what_a_release_renames_it_serves_unpacked_and_says_what() -> None:
     *_, reason, rest, log = said(RENAMED)
     assert reason == (

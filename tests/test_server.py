@@ -188,6 +188,7 @@ def test_packing_can_be_watched(servers: dict[str, Server], capsys: pytest.Captu
     )
 
 
+@pytest.mark.slow
 def test_agents_sessions_are_replayed(
     servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -67,12 +67,13 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list
         return generate_all(server, PROMPTS)
 
 
+MARKS = dict.fromkeys(["right", "branches", "branches of EAGLE3"], pytest.mark.slow)
+MARKS |= dict.fromkeys(["wrong", "right, branches in pages"], pytest.mark.release)
+
+
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=[pytest.mark.slow] if case in ("right", "branches", "branches of EAGLE3") else [])
-        for case in CASES
-    ],
+    [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES],
 )
 def test_answers_are_those_without_it(
     case: str, model: Path, draft_models: dict[str, Path], expected: list[list[int]], tmp_path: Path
@@ -117,7 +118,12 @@ def test_a_model_that_brings_its_draft(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "window"), [("gemma", 40), pytest.param("gemma", 400, marks=pytest.mark.slow), ("mellum", 40)]
+    ("family", "window"),
+    [
+        ("gemma", 40),
+        pytest.param("gemma", 400, marks=pytest.mark.slow),
+        pytest.param("mellum", 40, marks=pytest.mark.release),
+    ],
 )
 def test_windows(family: str, window: int, model: Path, tmp_path: Path) -> None:
     """By turns with full layers, in one pool and, on 0.5.23, in two."""

@@ -93,7 +93,7 @@ def test_only_short_packs_are_split_and_into_tiles_of_a_warp(group: int) -> None
     config = PackConfig.of(AttentionSpec(8 * group, 8, 128, 128, FORMATS["bfloat16"]), TILES, workers=132)
     assert config.few_queries == capabilities.NARROW_M // group
     queries = 2 * config.few_queries
-    assert pricing.items_of_pack(config, queries, 32) == 2 and pricing.pieces(config, queries, 1000) == 1
+    assert pricing.items_of_pack(config, queries, 32) == 2 and pricing.items_of_pack(config, queries, 1000) == 1
     assert pricing.items_of_pack(config, config.few_queries, 32) == 1
 
 

@@ -147,6 +147,7 @@ def test_updates_while_requests_run(
     assert_sound(server)
 
 
+@pytest.mark.release
 def test_a_cache_that_is_not_flushed(
     servers: dict[str, Server], models: dict[str, Path], prompts: list[str], expected: dict[str, Rollouts]
 ) -> None:
@@ -167,7 +168,7 @@ def test_a_cache_that_is_not_flushed(
 
 
 @pytest.mark.skipif(compat.release() == "0.5.17", reason="ends at such an update (docs/crashes.md)")
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
+@pytest.mark.parametrize("mode", ["retract", pytest.param("in_place", marks=pytest.mark.release)])
 def test_updates_amid_answers(
     servers: dict[str, Server], models: dict[str, Path], prompts: list[str], expected: dict[str, Rollouts], mode: str
 ) -> None:

@@ -66,7 +66,10 @@ def test_answers_are_those_of_a_stock_backend(servers: dict[str, Server]) -> Non
     assert_siblings_share(servers["plain"])
 
 
-@pytest.mark.parametrize(("window", "kv_cache"), [(40, "auto"), (400, "auto"), (40, "fp8_e4m3")])
+@pytest.mark.parametrize(
+    ("window", "kv_cache"),
+    [(40, "auto"), *(pytest.param(*case, marks=pytest.mark.release) for case in ((400, "auto"), (40, "fp8_e4m3")))],
+)
 def test_a_pool_for_windows(window: int, kv_cache: str, model: Path, tmp_path: Path) -> None:
     """SGLang keeps the KV of layers with windows apart, and frees what they have left. `torch_native` reads such a pool by wrong slots:
     it has one pool for all here."""
