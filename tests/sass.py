@@ -56,6 +56,10 @@ def _shipped() -> list[cuda.Variant]:
         cuda.Variant.of(AttentionSpec(heads, 1, *capabilities.LATENT_DIMS[0], FORMATS["bfloat16"], latent=True), "9.0a")
         for heads in (16, 40)
     ]
+    variants += [
+        cuda.Variant.of(AttentionSpec(16, 1, *capabilities.LATENT_DIMS[0], FORMATS[form], latent=True), arch)
+        for form, arch in (("float8_e4m3fn", "9.0a"), ("bfloat16", "8.0"))
+    ]
     pages = [("int4", 128, "9.0a"), ("int2", 128, "9.0a"), ("int4", 128, "8.0")]
     return variants + [cuda.Variant.of(AttentionSpec(1, 1, dim, dim, FORMATS[form]), arch) for form, dim, arch in pages]
 
