@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import random
 import shutil
@@ -57,7 +58,8 @@ def importing_kits() -> Iterator[None]:
         del sys.modules[UNLOADABLE]
     from sglang_pat.backend.start import layers
 
-    layers.count = _by_the_pool(layers.count)
+    if not hasattr(layers.count, "__wrapped__"):
+        layers.count = _by_the_pool(layers.count)
 
 
 def _by_the_pool(count: Callable[[Any], collections.Counter[Any]]) -> Callable[[Any], collections.Counter[Any]]:
@@ -68,6 +70,7 @@ def _by_the_pool(count: Callable[[Any], collections.Counter[Any]]) -> Callable[[
     from sglang_pat.backend.start.layers import SpecReader, window
     from sglang_pat.packing import AttentionSpec
 
+    @functools.wraps(count)
     def counted(runner: Any) -> collections.Counter[Any]:
         if compat.model.attention_layers(runner) or compat.pool.layers_with_kv(runner.token_to_kv_pool) is not None:
             return count(runner)

@@ -499,7 +499,7 @@ def test_warpgroups_with_queries_of_their_own(tokens: int, dim: int, v_dim: int)
 @hopper
 @pytest.mark.parametrize(
     ("dim", "v_dim", "heads"),
-    [(256, 256, 8), *(emulated_slowly(*dims) for dims in ((192, 128, 8), (256, 256, 7), (192, 192, 8)))],
+    [(256, 256, 8), (192, 128, 8), *(emulated_slowly(*dims) for dims in ((256, 256, 7), (192, 192, 8)))],
 )
 @pytest.mark.parametrize(("tokens", "draft"), [(90, 1), emulated_slowly(400, 1), emulated_slowly(150, 4)])
 def test_kv_of_8_bits_converted_directly(tokens: int, draft: int, dim: int, v_dim: int, heads: int) -> None:

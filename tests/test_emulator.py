@@ -32,7 +32,7 @@ SLOW = (
     "16 bits",
     "own queries",
 )
-"""Kinds that `make test` leaves out. That these kernels are right in any order of threads, test_cuda_kernel.py shows there too."""
+"""Kinds that `make test` leaves out. Of most of them test_cuda_kernel.py and test_page_kernel.py show there that they are right in any order of threads."""
 
 TEXT = r"\n((?:(?!emulator::planted).)*?)\n"
 SWITCH = re.compile(

@@ -186,8 +186,11 @@ def test_reports_of_groups_are_added_up() -> None:
         "kv_bytes_by_queries": {"1": 60, "16": 40},
         "fallbacks": 1,
         "too_large": 0,
+        "unshared": 3,
+        "unpaid": 0,
     }
     second = first | {"work_items": 8, "plans": 2, "kv_bytes_by_queries": {"2": 100}, "fallbacks": 2, "too_large": 3}
+    second |= {"unshared": 2, "unpaid": 1}
     total = groups.total([first, second])
     by_queries = {"1": 60, "2": 100, "16": 40}
     summed = {
@@ -197,7 +200,7 @@ def test_reports_of_groups_are_added_up() -> None:
         "kv_bytes_unpacked": 600,
         "kv_bytes_by_queries": by_queries,
     }
-    assert total == first | summed | {"fallbacks": 2, "too_large": 3}
+    assert total == first | summed | {"fallbacks": 2, "too_large": 3, "unshared": 2}
     assert list(total["kv_bytes_by_queries"]) == ["1", "2", "16"]
 
 

@@ -65,7 +65,7 @@ def head(number: int) -> bytes:
     return number.to_bytes(16, "little")
 
 
-def load(batch: Batch, config: PackConfig, **limits: int) -> tuple[NativeScheduler, np.ndarray]:
+def load(batch: Batch, config: PackConfig, **limits: Any) -> tuple[NativeScheduler, np.ndarray]:
     """A scheduler that heard of the batch's tree event by event, and the sequence lengths."""
     scheduler = NativeScheduler(config, max_batch=len(batch.seq_lens), **limits)
     native.load(scheduler, batch)
@@ -995,14 +995,34 @@ def test_totals_are_those_of_the_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "prefix", "counted"),
-    [("optimal", 0, (2, 0)), ("optimal", 1, (0, 2)), ("optimal", 500, (0, 0)), ("query", 500, (0, 0))],
-    ids=["nothing is shared", "too little is", "packed", "not asked for"],
+    ("change", "prefix", "room", "counted"),
+    [
+        ({}, 0, 900, (2, 0)),
+        ({}, 1, 900, (0, 2)),
+        ({}, 500, 900, (0, 0)),
+        ({"policy": "query"}, 500, 900, (0, 0)),
+        ({}, 500, 40, (0, 0)),
+        ({"piece": 256}, 200, 900, (2, 0)),
+        ({"piece": 256}, 300, 900, (0, 0)),
+    ],
+    ids=[
+        "nothing is shared",
+        "too little is",
+        "packed",
+        "not asked for",
+        "levels do not fit",
+        "shorter than a piece",
+        "a piece",
+    ],
 )
-def test_totals_say_why_nothing_was_packed(policy: str, prefix: int, counted: tuple[int, int]) -> None:
-    config = PackConfig(CostModel(32, 8, 128, 128, 2), TILES, 4, policy, grain=1)
-    scheduler, seq_lens = load(Batch([600, 700], [Node(0, prefix, [0, 1])] if prefix else []), config)
+def test_totals_say_why_nothing_was_packed(
+    change: dict[str, Any], prefix: int, room: int, counted: tuple[int, int]
+) -> None:
+    config = msgspec.structs.replace(PackConfig(CostModel(32, 8, 128, 128, 2), TILES, 4, grain=1), **change)
+    buffers = [np.zeros(room, dtype=np.int32) for _ in range(2)]
+    scheduler, seq_lens = load(Batch([600, 700], [Node(0, prefix, [0, 1])] if prefix else []), config, buffers=buffers)
     take(scheduler, seq_lens)
+    assert (scheduler.levels is None) == (room > 40)
     totals = scheduler.totals(2)
     assert (totals.unshared, totals.unpaid) == counted
     scheduler.fall_back(seq_lens, 2)

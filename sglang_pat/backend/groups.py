@@ -166,17 +166,19 @@ class LayerGroups:
 SUMMED = ("plans", "plans_ahead", "planning_us", "kv_bytes", "kv_bytes_unpacked")
 BY_QUERIES = "kv_bytes_by_queries"
 WORST = ("fallbacks", "too_large")
+LEAST = ("unshared", "unpaid")
 
 
 def total(reports: list[Mapping[str, Any]]) -> dict[str, Any]:
     """One report for several groups.
 
-    Plans and bytes are added up. A step counts as one fallback, however many groups fell back, and likewise if plans were too large. Everything
-    else is the first group's.
+    Plans and bytes are added up. A step counts as one fallback, however many groups fell back, and likewise if plans were too large. It
+    packed nothing if none did. Everything else is the first group's.
     """
     summed: dict[str, Any] = {name: sum(report[name] for report in reports) for name in SUMMED}
     by_queries: Counter[str] = Counter()
     for report in reports:
         by_queries.update(report[BY_QUERIES])
     summed[BY_QUERIES] = dict(sorted(by_queries.items(), key=lambda item: int(item[0])))
-    return {**reports[0], **summed, **{name: max(report[name] for report in reports) for name in WORST}}
+    worst = {name: max(report[name] for report in reports) for name in WORST}
+    return {**reports[0], **summed, **worst, **{name: min(report[name] for report in reports) for name in LEAST}}

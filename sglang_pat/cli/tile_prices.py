@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sglang_pat.kernels.arguments import KvView
 
 PRICED = ("bfloat16", capabilities.FP8["fp8_e4m3"], "int4", "int2")
-"""Formats of KV that are measured; those of equal bits have equal prices."""
+"""Formats of KV that are measured; `devices.PRICES` says who else has their prices."""
 
 GROUP = 4
 """Query heads of the one KV head that is measured, as in Llama 3 8B and Qwen 3 8B."""

@@ -240,7 +240,7 @@ def tile_table_of(spec: AttentionSpec, arch: str, gpu: str = "", table: GpuTable
 
 
 def batch_invariant(tiles: TileTable) -> TileTable:
-    """Of a GPU's tiles those that add up a query's KV in the same order, whatever else a work item has, in modules made for that (`cuda.Variant.alike`):
+    """Of a GPU's tiles those that add up a query's KV in the same order, whatever else a work item has, in modules made for that (`cuda.Variant.batch_invariant`):
     items of fewer rows are divided by length among warps. Plans in pieces have no tails."""
     return msgspec.structs.replace(tiles.above(NARROW_M), tails_m=0)
 

@@ -111,8 +111,8 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
     if not any(form.name in known for known in capabilities.KV_FORMATS.values()):
         other = "leave out --kv-cache-dtype, or use another --attention-backend"
         raise unsupported(f"a KV cache of {runner.kv_cache_dtype} yet", other)
-    kept_alike = runner.kv_cache_dtype == runner.dtype or form.bits <= 8
-    if runner.device == "cuda" and not (runner.dtype in cuda.TYPES and kept_alike):
+    kept = runner.kv_cache_dtype == runner.dtype or form.bits <= 8
+    if runner.device == "cuda" and not (runner.dtype in cuda.TYPES and kept):
         raise unsupported(
             f"{runner.dtype} with a KV cache of {runner.kv_cache_dtype} on a GPU",
             f"serve {name} with --dtype bfloat16 or float16, and leave out --kv-cache-dtype",

@@ -7,7 +7,7 @@
 //   64 rows, up to kOwnTokens tokens           one warpgroup, the next item by the next one: each hides the others'
 //                                              latency, but not that of Q where it has one buffer (converted KV)
 //   64 rows, each group with a buffer of Q     the same, whatever the tokens (`has_own_queries`)
-//   64 rows, kBatchInvariant                            the same, whatever the tokens; with one buffer of Q one group waits for it
+//   64 rows, kBatchInvariant                   the same, whatever the tokens; with one buffer of Q one group waits for it
 //   64 rows, more tokens                       two warpgroups, which alternate over KV tiles and merge at the end
 //   with tails                                 as above; then each warpgroup continues with its own query's tail
 //

@@ -16,15 +16,12 @@
 
 namespace pat {
 
-// What is counted per step that a plan runs.
-enum class Unpacked {
-  kNo,
-  kUnshared,
-  kUnpaid
-};  // no query shares KV that it sees; some do, and packing them would cost more
+// Why a plan packs nothing: no queries share KV that they see; some do, and packing them would cost more.
+enum class Unpacked { kNo, kUnshared, kUnpaid };
 
+// What is counted per step that a plan runs.
 struct Statistics {
-  Unpacked unpacked = Unpacked::kNo;  // why nothing is packed, if packing was asked for
+  Unpacked unpacked = Unpacked::kNo;  // where all was tried
   int64_t items = 0, parts = 0, kv_tokens = 0, growing_tails = 0, seq_tokens = 0, longest_bin = 0;
   std::vector<int64_t> query_sizes;    // work items with so many queries
   std::vector<int64_t> kv_by_queries;  // KV tokens that work items read for so many queries at once

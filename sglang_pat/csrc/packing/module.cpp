@@ -271,7 +271,8 @@ void extended(int64_t handle, TensorView to, TensorView numbers) {
   out[0] = made.shared(), out[1] = made.price(), out[2] = made.alone();
 }
 
-// Steps, requests, steps that pack nothing as nothing is shared and as that would cost more, work items, parts, KV tokens, tokens of all requests; then work items with 1, 2, 3 ... queries; then KV tokens read for as many.
+// Steps, requests, steps that pack nothing as nothing is shared, and as that would cost more, work items, parts, KV tokens,
+// tokens of all requests; then work items with 1, 2, 3 ... queries; then KV tokens read for as many.
 void totals(int64_t handle, int64_t steps, TensorView to) {
   const pat::Totals totals = guarded([&] { return at(handle).totals(steps); });
   const pat::Statistics& sum = totals.statistics;

@@ -123,8 +123,11 @@ class PlanMaker {
     writer_.write(*best, seen_, seq_lens_, config, buffer.data, buffer.capacity, max_slots, statistics);
     best_ = best;
     statistics.unpacked = Unpacked::kNo;
-    if (policy != Policy::kQuery && statistics.kv_tokens == statistics.seq_tokens)
-      statistics.unpacked = prefixes_.nodes.size() > 1 ? Unpacked::kUnpaid : Unpacked::kUnshared;
+    if (policy == Policy::kQuery || statistics.levels != kNone || statistics.kv_tokens < statistics.seq_tokens) return;
+    // Those that are shorter than a piece have become empty.
+    const auto& nodes = prefixes_.nodes;
+    const bool shares = std::any_of(nodes.begin() + 1, nodes.end(), [](const Prefix& one) { return one.end > one.start; });
+    statistics.unpacked = shares ? Unpacked::kUnpaid : Unpacked::kUnshared;
   }
 
   int64_t unpacked_price(const Config& config) const {

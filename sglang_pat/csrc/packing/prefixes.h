@@ -1,4 +1,4 @@
-// The compact prefix tree of a batch (sglang_pat/packing/tree.py, `compact` and `cut`), taken out of the mirror.
+// The compact prefix tree of a batch (sglang_pat/packing/tree.py, `compact`), taken out of the mirror.
 #pragma once
 
 #include <algorithm>
