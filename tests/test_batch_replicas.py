@@ -722,7 +722,7 @@ def urls_job(folder: Path, out: str, *flags: str) -> ForkedProcess:
     return ForkedProcess(command, dict(os.environ), folder / f"{out}.log")
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.server
 def test_a_job_in_a_small_pool_that_is_killed_ten_times(model: Path, tmp_path: Path) -> None:
     """Prefixes are three times the pool, and each is computed once; answers are the same in whatever order and however often it is killed."""

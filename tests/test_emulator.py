@@ -23,6 +23,7 @@ pytestmark = pytest.mark.once
 SLOW = (
     "pages",
     "tails",
+    "tails of 8 bits",
     "8 bits",
     "unequal, 16 bits",
     "unequal, 8 bits",

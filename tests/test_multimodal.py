@@ -19,7 +19,7 @@ from PIL import Image
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.release]
 
 FLAGS = ["--dtype", "float32", "--max-running-requests", "16", "--max-total-tokens"]
 SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {

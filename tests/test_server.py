@@ -320,6 +320,7 @@ def test_small_mixed_chunks_pages_lpm_no_overlap_no_reuse(
     )
 
 
+@pytest.mark.release
 def test_mixed_chunks_beside_prompts_that_are_not_mixed(servers: dict[str, Server]) -> None:
     """SGLang mixes no steps with log-probabilities. On 0.5.17 with overlap those after them had wrong lengths."""
     numbers = random.Random(0)

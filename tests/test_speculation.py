@@ -96,6 +96,7 @@ def test_answers_are_those_without_it(
             assert answer["meta_info"]["spec_verify_ct"] < 0.7 * TOKENS, "steps that accept several tokens"
 
 
+@pytest.mark.release
 def test_a_model_that_brings_its_draft(model: Path, tmp_path: Path) -> None:
     """`--speculative-algorithm NEXTN` without a draft model; its drafts have branches."""
     model = mtp.write(tmp_path / "model", model)
