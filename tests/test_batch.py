@@ -767,6 +767,7 @@ def until(condition: Callable[[], bool], process: ForkedProcess | None, log: Pat
 
 
 @pytest.mark.server
+@pytest.mark.release
 def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
     """Also of a job that was killed in the middle of a line."""
     document = workload.prose("a document", 1500)

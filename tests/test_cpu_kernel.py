@@ -157,7 +157,7 @@ class Extended(kernel_cases.Extended):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [0, 1, 30, 150])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 6), (7, 1), (150, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 6), (7, 1), pytest.param(150, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("cap", "sinks"), [(0.0, False), (2.0, True)])
 def test_extends(dtype: torch.dtype, window: int, heads: int, kv_heads: int, cap: float, sinks: bool) -> None:
     """Tokens of short turns share their prefixes, those of long ones fill tiles; each sees what is in front of its own end."""

@@ -167,11 +167,16 @@ LONG = (
     "priorities", "pages of 64, nobody waits", "states at checkpoints", "drafts", "host, write-through, pages of 64, files", "host, write-back, full",
     "host, drafts",
 )  # fmt: skip
-"""`make test` leaves them out."""
+LATER = ("drafts, pages",)
+"""`make test` leaves both out."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LONG else pytest.mark.release if name in LATER else ())
+        for name in CASES
+    ],
 )
 def test_the_mirror_is_what_req_to_token_says(name: str, runs: dict[str, Future]) -> None:
     status, output = runs[name].result()
