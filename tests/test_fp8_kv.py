@@ -95,6 +95,7 @@ def test_scales_of_a_checkpoint(servers: dict[str, Server]) -> None:
 
 
 @pytest.mark.server
+@pytest.mark.release
 def test_scales_of_new_weights(servers: dict[str, Server], model: Path, tmp_path: Path) -> None:
     """The server starts with scales of 1, with which it keeps other values."""
     with_scales, _ = scaled.write(tmp_path, model)

@@ -45,7 +45,7 @@ def check(case: Paged, cap: float = 0.0, policy: str = "optimal", arch: str = AR
     return run
 
 
-@pytest.mark.parametrize("form", DTYPES)
+@fewer_on_the_host
 @pytest.mark.parametrize(
     ("heads", "kv_heads"),
     [(8, 2), *([(16, 1), (3, 3), (32, 8), (5, 1)] if ON_GPU else [pytest.param(16, 1, marks=pytest.mark.slow)])],

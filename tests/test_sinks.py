@@ -22,6 +22,7 @@ FLAGS = ["--dtype", "float32", "--trust-remote-code", "--max-running-requests", 
 VERIFY = {"SGLANG_PAT_VERIFY": "1"}
 
 
+@pytest.mark.release
 def test_answers_do_not_depend_on_packing(model: Path, tmp_path: Path) -> None:
     """The same weights without sinks give others."""
     models = {sinks: mimo.write(tmp_path / f"sinks {sinks}", model, 64, sinks=sinks) for sinks in (True, False)}
