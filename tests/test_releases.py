@@ -150,8 +150,7 @@ def test_every_hook_is_listed_where_hooks_are_looked_for(
     for name, value in {"_hooked": False, "_followers": [], "_unpacked_because": "", "_siblings": None}.items():
         monkeypatch.setattr(hooks, name, value)
     plugin.register()
-    hooks.install(follower := Follower(), graphs=True, defer=True)
-    del follower
+    hooks.install(Follower(), graphs=True, defer=True)
     targets = {*registry._hooks}
     with suppress(ImportError):
         from sglang.srt.arg_groups import resolution_hooks

@@ -167,17 +167,11 @@ LONG = (
     "priorities", "pages of 64, nobody waits", "states at checkpoints", "drafts", "host, write-through, pages of 64, files", "host, write-back, full",
     "host, drafts",
 )  # fmt: skip
-LATER = ("drafts, pages",)
-"""`make test` leaves both out."""
+MARKS = {**dict.fromkeys(LONG, pytest.mark.slow), "drafts, pages": pytest.mark.release}
+"""Of cases that `make test` leaves out."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in LONG else pytest.mark.release if name in LATER else ())
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
 def test_the_mirror_is_what_req_to_token_says(name: str, runs: dict[str, Future]) -> None:
     status, output = runs[name].result()
     assert status == 0, output[-3000:]

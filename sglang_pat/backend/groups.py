@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -163,10 +163,14 @@ class LayerGroups:
         return found
 
 
-SUMMED = ("plans", "plans_ahead", "planning_us", "kv_bytes", "kv_bytes_unpacked")
 BY_QUERIES = "kv_bytes_by_queries"
 WORST = ("fallbacks", "too_large")
-LEAST = ("unshared", "unpaid")
+COMBINED: dict[str, Callable[[Iterable[int]], int]] = {
+    **dict.fromkeys(("plans", "plans_ahead", "planning_us", "kv_bytes", "kv_bytes_unpacked"), sum),
+    **dict.fromkeys(WORST, max),
+    **dict.fromkeys(("unshared", "unpaid"), min),
+}
+"""How a counter of several groups becomes one."""
 
 
 def total(reports: list[Mapping[str, Any]]) -> dict[str, Any]:
@@ -175,10 +179,8 @@ def total(reports: list[Mapping[str, Any]]) -> dict[str, Any]:
     Plans and bytes are added up. A step counts as one fallback, however many groups fell back, and likewise if plans were too large. It
     packed nothing if none did. Everything else is the first group's.
     """
-    summed: dict[str, Any] = {name: sum(report[name] for report in reports) for name in SUMMED}
+    combined = {name: combine(report[name] for report in reports) for name, combine in COMBINED.items()}
     by_queries: Counter[str] = Counter()
     for report in reports:
         by_queries.update(report[BY_QUERIES])
-    summed[BY_QUERIES] = dict(sorted(by_queries.items(), key=lambda item: int(item[0])))
-    worst = {name: max(report[name] for report in reports) for name in WORST}
-    return {**reports[0], **summed, **worst, **{name: min(report[name] for report in reports) for name in LEAST}}
+    return {**reports[0], **combined, BY_QUERIES: dict(sorted(by_queries.items(), key=lambda item: int(item[0])))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 from collections.abc import Mapping
@@ -43,12 +44,11 @@ BY_QUERIES = {
 
 def new_by_size(new: Mapping[str, int], old: Mapping[str, int]) -> dict[int, int]:
     """How much was added to counts by numbers of queries, these rounded down to powers of two, ascending; those without anything new are left out."""
-    classes: dict[int, int] = {}
+    classes: collections.Counter[int] = collections.Counter()
     for size, count in new.items():
         more = count - old.get(size, 0)
         if more:
-            rounded = 1 << int(size).bit_length() - 1
-            classes[rounded] = classes.get(rounded, 0) + more
+            classes[1 << int(size).bit_length() - 1] += more
     return dict(sorted(classes.items()))
 
 
