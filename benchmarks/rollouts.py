@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
 import json
 import math
 import os
@@ -72,6 +73,7 @@ class Record(msgspec.Struct):
         answer: The least and the most tokens of an answer.
         answers: Tokens of all answers.
         seed: Of lengths and tokens.
+        date: When it ran: a file may have runs of several days.
     """
 
     shape: str
@@ -86,6 +88,7 @@ class Record(msgspec.Struct):
     answer: list[int]
     answers: int
     seed: int
+    date: str = msgspec.field(default_factory=lambda: str(datetime.date.today()))
 
 
 def pair(text: str) -> tuple[int, int]:

@@ -81,7 +81,6 @@ class Chaos:
         close: Log-probabilities that differ by less may change places; 0: none may.
         patience: Seconds after which a request hangs.
         able: What is done in the end.
-        left_out: Kinds of questions that are asked, whose answers may differ.
     """
 
     server_url: str
@@ -97,7 +96,6 @@ class Chaos:
 
     report: Report = field(init=False)
     able: frozenset[str] = field(init=False)
-    left_out: frozenset[str] = field(init=False)
     _lost: bool = field(init=False, default=False)
 
     async def run(self) -> Report:
@@ -113,7 +111,7 @@ class Chaos:
             await stack.enter_async_context(reference.connected())
             await self._look()
             self.oracle = Oracle(reference, self.catalogue, self.close)
-            self.judge = Judge(self.oracle, self.names, self.report, self.left_out)
+            self.judge = Judge(self.oracle, self.names, self.report)
             judging = asyncio.create_task(self.judge.work())
             try:
                 await self._run()
@@ -149,13 +147,14 @@ class Chaos:
             "memory": bool(info["enable_memory_saver"]),
             # SGLang asks a draft model to load them too, which n-grams have not.
             "weights": info["speculative_algorithm"] != "NGRAM",
-            "seeds": bool(info["enable_deterministic_inference"]),
+            # SGLang draws by where a verify step begins; and beside what is sampled, between tokens that are equally likely, for greedy
+            # answers too (docs/rollouts.md, "What is not").
+            "seeds": bool(info["enable_deterministic_inference"] and not info["speculative_algorithm"]),
+            "sampling": self.close > 0 or not info["speculative_algorithm"],
         }
         able -= {feature for feature, met in requirements.items() if not met}
         self.able = frozenset(able if self.features is None else self.features)
         self.model = info["model_path"]
-        # SGLang draws by where a verify step begins (docs/rollouts.md, "What is not").
-        self.left_out = frozenset({"seeded"} if info["speculative_algorithm"] else ())
         longest = min(info["max_req_input_len"], info["max_total_num_tokens"] // 2) - 1
         context = info["max_req_input_len"] + 2
         loras = sorted(self.loras) if "loras" in self.able else []

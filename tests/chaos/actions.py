@@ -197,7 +197,7 @@ async def samples(chaos: Chaos, chance: random.Random) -> None:
     )
 
 
-@action("sampled", 3)
+@action("sampled", 3, "sampling")
 async def sampled(chaos: Chaos, chance: random.Random) -> None:
     """Answers that nothing is known of, in the same batches."""
     parameters = sampling(chance.randint(1, 40)) | {"temperature": 1.2, "top_p": 0.9, "frequency_penalty": 0.5}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -79,9 +78,8 @@ class Case:
 class Judge:
     """Judges case after case, while the chaos goes on or after it."""
 
-    def __init__(self, oracle: Oracle, names: Names, report: Report, left_out: Collection[str] = ()) -> None:
-        """Questions of the kinds `left_out` are counted only."""
-        self._oracle, self._names, self._report, self._left_out = oracle, names, report, left_out
+    def __init__(self, oracle: Oracle, names: Names, report: Report) -> None:
+        self._oracle, self._names, self._report = oracle, names, report
         self._cases: asyncio.Queue[Case] = asyncio.Queue()
 
     def submit(self, case: Case) -> None:
@@ -110,9 +108,6 @@ class Judge:
         # Of a request for no token, SGLang samples none, and shows the place-holder of one if it is aborted (`is_prefill_only`, tp_worker.py).
         refused |= case.question.kind == "greedy" and case.tokens == 0 and not outcome.complete
         if refused or (not outcome.ids and not outcome.texts):
-            return
-        if case.question.kind in self._left_out:
-            self._report.compared[f"left out: {case.question.kind}"] += 1
             return
         try:
             wrong = await self._wrong(case)

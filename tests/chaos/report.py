@@ -19,8 +19,8 @@ class Report:
     Attributes:
         actions: How often each kind of action was done.
         outcomes: What came of requests.
-        compared: Answers that were compared with the right one, by kind; "partial" ones were cut off, "retracted" ones of all were computed
-            anew in between, and those that are "left out" were not compared.
+        compared: Answers that were compared with the right one, by kind; "partial" ones were cut off, and "retracted" ones of all were
+            computed anew in between.
         problems: What is wrong; none, if all is well.
         counters: sglang-pat's, at the end.
     """
