@@ -58,22 +58,24 @@ benchmark: that is no rest, so its constant comes from the model runner's steps 
 
 LATENTS = {"h200": "mla-h200.json"}
 """Results of attention over latents."""
+LARGE_HEADS = {"h200": "kernels-dim256-h200.json"}
+"""Results of heads of 256 dimensions, and of others."""
 
 
 def latents(heads: int, kv: str = "bfloat16") -> AttentionSpec:
-    return AttentionSpec(heads, 1, *capabilities.LATENT_DIMS[0], FORMATS[kv], latent=True)
+    return AttentionSpec(heads, 1, *costs.LATENTS, FORMATS[kv], latent=True)
 
 
-def pack_config(heads: str, gpu: costs.Gpu, kv: str = "bfloat16") -> PackConfig:
+def pack_config(heads: str, gpu: costs.Gpu, kv: str = "bfloat16", dims: costs.Dims = costs.HEADS) -> PackConfig:
     if "/" not in heads:
         return costs.pack_config(latents(int(heads), kv), gpu)
     query_heads, kv_heads = map(int, heads.split("/"))
-    return costs.pack_config(AttentionSpec(query_heads, kv_heads, 128, 128, FORMATS[kv]), gpu)
+    return costs.pack_config(AttentionSpec(query_heads, kv_heads, *dims, FORMATS[kv]), gpu)
 
 
-def features(tree: str, heads: str, gpu: costs.Gpu, kv: str) -> dict[str, list[float]]:
+def features(tree: str, heads: str, gpu: costs.Gpu, kv: str, dims: costs.Dims) -> dict[str, list[float]]:
     """What each backend's time for a tree is a sum of, with the coefficients to be found; in microseconds."""
-    batch, config = trees.of_cell(tree), pack_config(heads, gpu, kv)
+    batch, config = trees.of_cell(tree), pack_config(heads, gpu, kv, dims)
     unpacked = [1, *costs.unpacked_features(batch, config, gpu)]
     packed = [1, *costs.features(inspect(batch, config), gpu)]
     return {"pat": packed, **dict.fromkeys(gpu.baselines, unpacked)}
@@ -119,10 +121,21 @@ def of_latents(result: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def kernels(records: list[dict[str, Any]], kv: str, gpu: costs.Gpu) -> dict[str, Any]:
+def of_large_heads(result: str, kv: str) -> list[dict[str, Any]]:
+    """Records of decode steps with KV of a format."""
+    return [
+        record
+        for record in tables.load(result)["records"]
+        if (record["dim"], record["v_dim"]) == costs.LARGE_HEADS and record["kv"] == kv and record["tokens"] == 1
+    ]
+
+
+def kernels(records: list[dict[str, Any]], kv: str, gpu: costs.Gpu, dims: costs.Dims = costs.HEADS) -> dict[str, Any]:
     """The coefficients of each backend's kernels with KV of a format, and how far off they are."""
     known = [
-        (record, features(record["tree"], record["heads"], gpu, kv)) for record in records if record["page_size"] == 1
+        (record, features(record["tree"], record["heads"], gpu, kv, dims))
+        for record in records
+        if record["page_size"] == 1
     ]
     found = {}
     for backend in ("pat", *gpu.baselines):
@@ -145,17 +158,21 @@ def fitted(gpu: costs.Gpu, found: dict[str, Any]) -> costs.Gpu:
 
 def calibrate(name: str) -> dict[str, Any]:
     """What is found of a GPU."""
+    measured = costs.GPUS[name]
+    of_heads = measured[costs.HEADS]
     found = {
-        kv: kernels(tables.load(file)["records"], kv, costs.gpu_with(name, FORMATS[kv]))
-        for kv, file in KERNELS[name].items()
+        kv: kernels(tables.load(file)["records"], kv, of_heads[FORMATS[kv].bits]) for kv, file in KERNELS[name].items()
     }
     result: dict[str, Any] = {"device": tables.load(KERNELS[name]["bfloat16"])["device"], **found["bfloat16"]}
     if "float8_e4m3fn" in found:
         result["fp8"] = found["float8_e4m3fn"]
     if name in LATENTS:
-        kv = FORMATS["bfloat16"]
-        result["latents"] = kernels(of_latents(LATENTS[name]), kv.name, costs.gpu_with(name, kv, latent=True))
-    gpu = fitted(costs.gpu_with(name, FORMATS["bfloat16"]), result)
+        result["latents"] = kernels(of_latents(LATENTS[name]), "bfloat16", measured[costs.LATENTS][16])
+    if name in LARGE_HEADS:
+        for key, kv in (("256", "bfloat16"), ("256 fp8", "float8_e4m3fn")):
+            records = of_large_heads(LARGE_HEADS[name], kv)
+            result[key] = kernels(records, kv, measured[costs.LARGE_HEADS][FORMATS[kv].bits], costs.LARGE_HEADS)
+    gpu = fitted(of_heads[16], result)
 
     # (file if it was served, workload, tree, milliseconds, backend)
     steps = [

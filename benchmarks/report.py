@@ -284,7 +284,8 @@ def estimates() -> str:
     found = {gpu: load(f"estimate-{gpu}.json") for gpu in ("h200", "h100")}
     backends = ("pat", "fa3", "flashinfer")
     fits = [
-        ("H200", found["h200"]), ("H200, FP8 KV", found["h200"]["fp8"]), ("H200, latents (MLA)", found["h200"]["latents"]), ("H100", found["h100"]),
+        ("H200", found["h200"]), ("H200, FP8 KV", found["h200"]["fp8"]), ("H200, heads of 256", found["h200"]["256"]),
+        ("H200, heads of 256, FP8 KV", found["h200"]["256 fp8"]), ("H200, latents (MLA)", found["h200"]["latents"]), ("H100", found["h100"]),
     ]  # fmt: skip
     off = [
         [name, *(f"{fit[one]['error']['median']:.0%}, {fit[one]['error']['most']:.0%}" for one in backends)]

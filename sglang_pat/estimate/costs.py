@@ -87,43 +87,56 @@ H100 = Gpu(
     rest_ms={"pat": 1.249, "fa3": 1.072, "flashinfer": 1.503}, request_us=8.765,
     baselines={"fa3": Baseline(24.29, 0.866, 0.392, 1.607), "flashinfer": Baseline(13.41, 0.882, 0.323, 2.376)},
 )  # fmt: skip
-GPUS = {"h200": {16: H200, 8: H200_8BIT}, "h100": {16: H100}}
-"""By name, and by the bits of an element of KV: only what was measured."""
+H200_256 = msgspec.structs.replace(
+    H200, base=12.35, longest=1.025, merge=0.144,
+    baselines={"fa3": Baseline(15.89, 1.046, 0.726, 3.908), "flashinfer": Baseline(15.78, 1.020, 0.505, 3.170)},
+)  # fmt: skip
+H200_256_8BIT = msgspec.structs.replace(
+    H200, base=18.13, longest=1.027, merge=0.918,
+    baselines={"fa3": Baseline(20.00, 1.279, 1.192, 4.236), "flashinfer": Baseline(17.96, 1.448, 1.392, 4.553)},
+)  # fmt: skip
 H200_LATENTS = msgspec.structs.replace(
     H200, base=15.11, longest=0.826, merge=1.260,
     baselines={"fa3": Baseline(19.58, 0.988, 0.773, 4.106), "flashinfer": Baseline(31.95, 0.933, 0.780, 0.0)},
 )  # fmt: skip
-LATENTS = {"h200": {16: H200_LATENTS}}
-"""The same for latents (MLA), of as many heads as are packed. What others than PAT take does not depend on them."""
+"""Of as many heads as are packed. What others than PAT take does not depend on them."""
+Dims = tuple[int, int]
+HEADS, LARGE_HEADS, LATENTS = (128, 128), (256, 256), capabilities.LATENT_DIMS[0]
+GPUS: dict[str, dict[Dims, dict[int, Gpu]]] = {
+    "h200": {
+        HEADS: {16: H200, 8: H200_8BIT},
+        LARGE_HEADS: {16: H200_256, 8: H200_256_8BIT},
+        LATENTS: {16: H200_LATENTS},
+    },
+    "h100": {HEADS: {16: H100}},
+}
+"""By name, by the dimensions of K and V, and by the bits of an element of KV: only what was measured."""
 NAMES = {"fa3": "FA3", "flashinfer": "FlashInfer", "pat": "PAT"}
 AT_A_TIME = 256
 """Requests of a job that are shown together."""
 
 
-def gpu_with(name: str, kv: KVFormat, latent: bool = False) -> Gpu:
-    """The coefficients of a GPU with such a KV cache; `latent`: of latents.
+def gpu_for(model: Model, name: str, kv: KVFormat) -> tuple[Gpu, Dims]:
+    """The coefficients of a GPU for a model with such a KV cache, and the dimensions of the heads that they were measured with.
 
     Raises:
-        EstimateError: It was not measured.
+        EstimateError: There are none.
     """
     if name not in GPUS:
         raise EstimateError(f"--gpu {name}: there are measurements for {', '.join(GPUS)} only")
+    if latent := any(spec.latent for spec in model.layers):
+        dims = LATENTS
+    else:
+        large = LARGE_HEADS in GPUS[name] and all(spec.head_dim > HEADS[0] for spec in model.layers)
+        dims = LARGE_HEADS if large else HEADS
+    known = GPUS[name].get(dims, {})
+    if kv.bits in known:
+        return known[kv.bits], dims
     if latent:
-        if kv.bits not in LATENTS.get(name, {}):
-            raise EstimateError(
-                "MLA was measured on an H200 with KV of 16 bits only: leave out --gpu and --kv-cache-dtype"
-            )
-        return LATENTS[name][kv.bits]
-    if kv.bits not in GPUS[name]:
-        raise EstimateError(
-            f"--gpu {name} was not measured with a KV cache of {kv.bits} bits: leave out --kv-cache-dtype, or give --gpu h200"
-        )
-    return GPUS[name][kv.bits]
-
-
-def gpu_for(model: Model, name: str, kv: KVFormat) -> Gpu:
-    """`gpu_with` for a model."""
-    return gpu_with(name, kv, any(spec.latent for spec in model.layers))
+        raise EstimateError("MLA was measured on an H200 with KV of 16 bits only: leave out --gpu and --kv-cache-dtype")
+    raise EstimateError(
+        f"--gpu {name} was not measured with a KV cache of {kv.bits} bits: leave out --kv-cache-dtype, or give --gpu h200"
+    )
 
 
 def layers_of(model: Model, kv: KVFormat) -> dict[AttentionSpec, int]:
@@ -240,7 +253,7 @@ def job(prompts: list[Prompt], model: Model, gpu_name: str) -> tuple[PackConfig,
     if any(prompt.session is not None for prompt in prompts):
         raise EstimateError("turns of agents' sessions follow one another: they are no job")
     kv = FORMATS["bfloat16"]
-    gpu, layers = gpu_for(model, gpu_name, kv), layers_of(model, kv)
+    (gpu, _), layers = gpu_for(model, gpu_name, kv), layers_of(model, kv)
     spec = max(layers, key=layers.__getitem__)
     order = sorted(range(len(prompts)), key=lambda place: (prompts[place].block, prompts[place].blocks))
     places = [order[start : start + AT_A_TIME] for start in range(0, len(order), AT_A_TIME)]

@@ -39,8 +39,8 @@ class Shape(msgspec.Struct):
     num_attention_heads: Count
     num_hidden_layers: Count
     hidden_size: Size
-    intermediate_size: Size
     vocab_size: Size
+    intermediate_size: Size | None = None
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
     num_experts: Any = None
@@ -159,13 +159,17 @@ def _model(path: Path, shape: Shape) -> Model:
     layers = Counter({_spec(path, shape, key): windowed[key] for key in sorted(windowed)})
     if not layers:
         raise EstimateError(f"{path}: no layer has KV")
+    experts = shape.num_experts or shape.num_local_experts or shape.n_routed_experts
+    # Falcon-H1 has states beside the attention of every layer.
+    hybrid = layers.total() < len(kinds) or shape.model_type == "falcon_h1"
+    if experts or hybrid or shape.kv_lora_rank:
+        return Model(layers, None)
+    if shape.intermediate_size is None:
+        raise EstimateError(f"{path} has no intermediate_size")
     hidden = shape.hidden_size
     attention = sum(
         count * hidden * (spec.heads + spec.kv_heads) * (spec.head_dim + spec.v_head_dim)
         for spec, count in layers.items()
     )
     dense = attention + shape.num_hidden_layers * 3 * hidden * shape.intermediate_size + shape.vocab_size * hidden
-    experts = shape.num_experts or shape.num_local_experts or shape.n_routed_experts
-    # Falcon-H1 has states beside the attention of every layer.
-    hybrid = layers.total() < len(kinds) or shape.model_type == "falcon_h1"
-    return Model(layers, None if experts or hybrid or shape.kv_lora_rank else 2 * dense)
+    return Model(layers, 2 * dense)

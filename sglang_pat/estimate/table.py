@@ -107,7 +107,7 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         EstimateError: There are no measurements for the GPU, or no kernel for the model.
     """
     kv = FORMATS[KV_CACHES[kv_cache]]
-    gpu, layers = costs.gpu_for(model, gpu_name, kv), costs.layers_of(model, kv)
+    (gpu, measured), layers = costs.gpu_for(model, gpu_name, kv), costs.layers_of(model, kv)
     configs = [(costs.pack_config(spec, gpu), count) for spec, count in layers.items()]
     rows, together = [], _at_once(prompts)
     for size in sorted({min(size, len(together)) for size in sizes}):
@@ -144,7 +144,7 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
             f"Layers with KV: {', '.join(f'{count} of {spec}' for spec, count in layers.items())}.",
             f"Weights and KV have {_place(gpu)}, as SGLang's default --mem-fraction-static is {costs.static_fraction(gpu):.2f}; "
             f"{_weights(model)}, and KV up to {_kv_gb(rows, model):,.1f}.",
-            *_of_times([(s.head_dim, s.v_head_dim, s.window) for s in layers], model, gpu),
+            *_of_times([(s.head_dim, s.v_head_dim, s.window) for s in layers], measured, model, gpu),
         ],
     )
 
@@ -237,10 +237,10 @@ def _verdict(rows: list[Row], baseline: str) -> str:
     return f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {costs.NAMES[baseline]}: {', '.join(parts)}."
 
 
-def _of_times(kinds: list[tuple[int, int, int]], model: Model, gpu: costs.Gpu) -> Iterator[str]:
-    """What is assumed about times, of layers with these dimensions and windows."""
-    if any(kind != (128, 128, 0) for kind in kinds):
-        yield "These times are of heads of 128 without windows: other layers are taken to be as fast per byte."
+def _of_times(kinds: list[tuple[int, int, int]], measured: costs.Dims, model: Model, gpu: costs.Gpu) -> Iterator[str]:
+    """What is assumed about times, of layers with these dimensions and windows, if heads of others were measured."""
+    if any(kind != (*measured, 0) for kind in kinds):
+        yield f"These times are of heads of {measured[0]} without windows: other layers are taken to be as fast per byte."
     if model.weight_bytes is None:
         yield "What a step of this model takes beside attention is not known: it has experts, or layers without KV."
     else:
