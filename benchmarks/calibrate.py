@@ -18,9 +18,9 @@ import numpy as np
 import tables
 import trees
 
-from sglang_pat.estimate import costs
+from sglang_pat.estimate import KV_CACHES, costs
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import FORMATS, AttentionSpec, Batch, PackConfig
+from sglang_pat.packing import FORMATS, AttentionSpec, Batch
 from sglang_pat.packing.native import inspect
 
 BENCHMARKS = {
@@ -41,10 +41,16 @@ tokenizer makes of them (benchmarks/notes/servers.md, "What the workloads really
 NOMINAL = {"gsp-8x32x2048": "8,256_2048,256", "gsp-4x64x8192": "4,256_8192,256"}
 """The same where prompts have as many tokens as the names say."""
 
+M, DIMS, LARGE_DIMS = costs.Measured, costs.DIMS, costs.LARGE_DIMS
 KERNELS = {
-    "h200": {"bfloat16": "kernels-h200.json", "float8_e4m3fn": "kernels-fp8-h200.json"},
-    "h100": {"bfloat16": "kernels-h100.json"},
-}
+    "h200": {
+        M(DIMS): "kernels-h200.json", M(DIMS, 8): "kernels-fp8-h200.json", M(DIMS, 16, 4): "verify-h200.json", M(DIMS, 8, 4): "verify-fp8-h200.json",
+        **{M(LARGE_DIMS, bits, tokens): "kernels-dim256-h200.json" for bits in (16, 8) for tokens in (1, 4)}, M(costs.LATENT_DIMS): "mla-h200.json",
+    },
+    "h100": {M(DIMS): "kernels-h100.json"},
+}  # fmt: skip
+"""Results of attention alone."""
+KV = {16: "bfloat16", 8: "float8_e4m3fn"}
 SERVED = {
     "h200": {"serving-h200.json": TREES, "serving-nominal-h200.json": NOMINAL},
     "h100": {"serving-nominal-h100.json": NOMINAL},
@@ -56,26 +62,18 @@ SERVED_RESTS = ("pat", "flashinfer")
 benchmark: that is no rest, so its constant comes from the model runner's steps alone."""
 
 
-LATENTS = {"h200": "mla-h200.json"}
-"""Results of attention over latents."""
-LARGE_HEADS = {"h200": "kernels-dim256-h200.json"}
-"""Results of heads of 256 dimensions, and of others."""
+def spec_of(heads: str | int, measured: costs.Measured) -> AttentionSpec:
+    """Of latents there are query heads only."""
+    query_heads, kv_heads = (heads, 1) if isinstance(heads, int) else map(int, heads.split("/"))
+    kv = FORMATS[KV[measured.bits]]
+    latent = measured.dims == costs.LATENT_DIMS
+    return AttentionSpec(query_heads, kv_heads, *measured.dims, kv, query_tokens=measured.tokens, latent=latent)
 
 
-def latents(heads: int, kv: str = "bfloat16") -> AttentionSpec:
-    return AttentionSpec(heads, 1, *costs.LATENTS, FORMATS[kv], latent=True)
-
-
-def pack_config(heads: str, gpu: costs.Gpu, kv: str = "bfloat16", dims: costs.Dims = costs.HEADS) -> PackConfig:
-    if "/" not in heads:
-        return costs.pack_config(latents(int(heads), kv), gpu)
-    query_heads, kv_heads = map(int, heads.split("/"))
-    return costs.pack_config(AttentionSpec(query_heads, kv_heads, *dims, FORMATS[kv]), gpu)
-
-
-def features(tree: str, heads: str, gpu: costs.Gpu, kv: str, dims: costs.Dims) -> dict[str, list[float]]:
+def features(tree: str, heads: str | int, gpu: costs.Gpu, measured: costs.Measured) -> dict[str, list[float]]:
     """What each backend's time for a tree is a sum of, with the coefficients to be found; in microseconds."""
-    batch, config = trees.of_cell(tree), pack_config(heads, gpu, kv, dims)
+    batch = trees.of_cell(trees.LATENTS.get(tree, tree))
+    config = costs.pack_config(spec_of(heads, measured), gpu)
     unpacked = [1, *costs.unpacked_features(batch, config, gpu)]
     packed = [1, *costs.features(inspect(batch, config), gpu)]
     return {"pat": packed, **dict.fromkeys(gpu.baselines, unpacked)}
@@ -83,7 +81,7 @@ def features(tree: str, heads: str, gpu: costs.Gpu, kv: str, dims: costs.Dims) -
 
 def attention_ms(batch: Batch, backend: str, gpu: costs.Gpu) -> float:
     """All layers' attention in a step of the served model."""
-    config = pack_config("32/8", gpu)
+    config = costs.pack_config(spec_of("32/8", M(DIMS)), gpu)
     if backend == "pat":
         return LAYERS * costs.attention_us(inspect(batch, config), gpu) / 1e3
     return LAYERS * costs.unpacked_us(batch, config, gpu, gpu.baselines[backend]) / 1e3
@@ -109,40 +107,27 @@ OF_PAT = ("base", "longest", "merge")
 """Of `costs.Gpu`, in the order of `features`. Those of others are all of `costs.Baseline`."""
 
 
-def of_latents(result: str) -> list[dict[str, Any]]:
-    """Records as those of `kernels.py` are, of as many heads as are packed."""
-    records = (
-        record for record in tables.load(result)["records"] if record["kv"] == "bfloat16" and record["tokens"] == 1
-    )
-    return [
-        {**record, "tree": trees.LATENTS[record["tree"]], "heads": str(record["heads"])}
-        for record in records
-        if capabilities.holds_several(latents(record["heads"]), costs.ARCH)
-    ]  # fmt: skip
+def is_of(record: dict[str, Any], measured: costs.Measured) -> bool:
+    """Whether a record is one of those that coefficients are fitted to. Of latents there are those of as many heads as are packed."""
+    if record["page_size"] != 1 or record.get("tokens", 1) != measured.tokens:
+        return False
+    if "kv" in record and FORMATS[KV_CACHES.get(record["kv"], record["kv"])].bits != measured.bits:
+        return False
+    if measured.dims == costs.LATENT_DIMS:
+        return capabilities.holds_several(spec_of(record["heads"], measured), costs.ARCH)
+    return (record.get("dim", DIMS[0]), record.get("v_dim", DIMS[1])) == measured.dims
 
 
-def of_large_heads(result: str, kv: str) -> list[dict[str, Any]]:
-    """Records of decode steps with KV of a format."""
-    return [
-        record
-        for record in tables.load(result)["records"]
-        if (record["dim"], record["v_dim"]) == costs.LARGE_HEADS and record["kv"] == kv and record["tokens"] == 1
-    ]
-
-
-def kernels(records: list[dict[str, Any]], kv: str, gpu: costs.Gpu, dims: costs.Dims = costs.HEADS) -> dict[str, Any]:
-    """The coefficients of each backend's kernels with KV of a format, and how far off they are."""
-    known = [
-        (record, features(record["tree"], record["heads"], gpu, kv, dims))
-        for record in records
-        if record["page_size"] == 1
-    ]
+def kernels(file: str, measured: costs.Measured, gpu: costs.Gpu) -> dict[str, Any]:
+    """The coefficients of each backend's kernels, and how far off they are."""
+    records = [record for record in tables.load(file)["records"] if is_of(record, measured)]
+    known = [(record, features(record["tree"], record["heads"], gpu, measured)) for record in records]
     found = {}
     for backend in ("pat", *gpu.baselines):
         names = OF_PAT if backend == "pat" else costs.Baseline.__struct_fields__
         times = [record["pat_us"] if backend == "pat" else record["rivals"].get(backend) for record, _ in known]
-        measured = [(numbers[backend], us) for (_, numbers), us in zip(known, times, strict=True) if us]
-        coefficients, error = fit(*map(list, zip(*measured, strict=True)))
+        timed = [(numbers[backend], us) for (_, numbers), us in zip(known, times, strict=True) if us]
+        coefficients, error = fit(*map(list, zip(*timed, strict=True)))
         found[backend] = {**dict(zip(names, coefficients, strict=True)), "error": error}
     return found
 
@@ -158,31 +143,25 @@ def fitted(gpu: costs.Gpu, found: dict[str, Any]) -> costs.Gpu:
 
 def calibrate(name: str) -> dict[str, Any]:
     """What is found of a GPU."""
-    measured = costs.GPUS[name]
-    of_heads = measured[costs.HEADS]
-    found = {
-        kv: kernels(tables.load(file)["records"], kv, of_heads[FORMATS[kv].bits]) for kv, file in KERNELS[name].items()
+    known = costs.GPUS[name]
+    result: dict[str, Any] = {
+        "device": tables.load(KERNELS[name][M(DIMS)])["device"],
+        "kernels": [
+            {**measured._asdict(), **kernels(file, measured, known[measured])}
+            for measured, file in KERNELS[name].items()
+        ],
     }
-    result: dict[str, Any] = {"device": tables.load(KERNELS[name]["bfloat16"])["device"], **found["bfloat16"]}
-    if "float8_e4m3fn" in found:
-        result["fp8"] = found["float8_e4m3fn"]
-    if name in LATENTS:
-        result["latents"] = kernels(of_latents(LATENTS[name]), "bfloat16", measured[costs.LATENTS][16])
-    if name in LARGE_HEADS:
-        for key, kv in (("256", "bfloat16"), ("256 fp8", "float8_e4m3fn")):
-            records = of_large_heads(LARGE_HEADS[name], kv)
-            result[key] = kernels(records, kv, measured[costs.LARGE_HEADS][FORMATS[kv].bits], costs.LARGE_HEADS)
-    gpu = fitted(of_heads[16], result)
+    gpu = fitted(known[M(DIMS)], result["kernels"][0])
 
     # (file if it was served, workload, tree, milliseconds, backend)
     steps = [
         ("", r["cell"], r["cell"], r["step_ms"], r["backend"]) for r in tables.load(f"steps-{name}.json")["records"]
     ]
     steps += [
-        (file, r["workload"], known[r["workload"]], r["step_ms"][len(r["step_ms"]) // 2], r["backend"])
-        for file, known in SERVED[name].items()
+        (file, r["workload"], of[r["workload"]], r["step_ms"][len(r["step_ms"]) // 2], r["backend"])
+        for file, of in SERVED[name].items()
         for r in tables.load(file)["records"]
-        if r["workload"] in known
+        if r["workload"] in of
     ]
     points = []
     for file, workload, tree, ms, backend in steps:

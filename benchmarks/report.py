@@ -283,14 +283,14 @@ def packing() -> str:
 def estimates() -> str:
     found = {gpu: load(f"estimate-{gpu}.json") for gpu in ("h200", "h100")}
     backends = ("pat", "fa3", "flashinfer")
-    fits = [
-        ("H200", found["h200"]), ("H200, FP8 KV", found["h200"]["fp8"]), ("H200, heads of 256", found["h200"]["256"]),
-        ("H200, heads of 256, FP8 KV", found["h200"]["256 fp8"]), ("H200, latents (MLA)", found["h200"]["latents"]), ("H100", found["h100"]),
-    ]  # fmt: skip
-    off = [
-        [name, *(f"{fit[one]['error']['median']:.0%}, {fit[one]['error']['most']:.0%}" for one in backends)]
-        for name, fit in fits
-    ]
+    off = []
+    for gpu, of in found.items():
+        for fit in of["kernels"]:
+            what = [gpu.upper(), {128: "", 256: "heads of 256", 576: "latents (MLA)"}[fit["dims"][0]]]
+            what += ["FP8 KV" * (fit["bits"] == 8), f"drafts of {fit['tokens']} tokens" * (fit["tokens"] > 1)]
+            errors = [fit[one]["error"] if one in fit else None for one in backends]
+            cells = ["" if one is None else f"{one['median']:.0%}, {one['most']:.0%}" for one in errors]
+            off.append([", ".join(filter(None, what)), *cells])
     rows, served, apart = [], [], []
     for gpu, result in found.items():
         steps: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}

@@ -73,7 +73,7 @@ class Record(msgspec.Struct):
         answer: The least and the most tokens of an answer.
         answers: Tokens of all answers.
         seed: Of lengths and tokens.
-        date: When it ran: a file may have runs of several days.
+        date, machine, server: When and where it ran, and SGLang's flags: a file may have runs of several days.
     """
 
     shape: str
@@ -88,7 +88,9 @@ class Record(msgspec.Struct):
     answer: list[int]
     answers: int
     seed: int
-    date: str = msgspec.field(default_factory=lambda: str(datetime.date.today()))
+    date: str
+    machine: str
+    server: list[str]
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -179,14 +181,14 @@ class Rollouts:
         return seconds, (ended[-1] - ended[int(0.9 * (len(ended) - 1))]) / seconds
 
 
-def measure(engine: Any, sizes: Sizes, shape: str, backend: str, deterministic: bool) -> Record:
+def measure(engine: Any, sizes: Sizes, shape: str, backend: str, deterministic: bool, flags: list[str]) -> Record:
     rollouts = Rollouts(engine, sizes, shape, deterministic)
     engine.flush_cache()
     seconds, tail = engine.loop.run_until_complete(rollouts.run())
     return Record(
         shape, sizes.turns, backend, deterministic, round(seconds, 2), round(rollouts.answered / seconds, 1),
         round(rollouts.read_shared / rollouts.read, 4), round(rollouts.cached / rollouts.prompted, 4), round(tail, 4),
-        sizes.answer, rollouts.answered, sizes.seed,
+        sizes.answer, rollouts.answered, sizes.seed, str(datetime.date.today()), gpu()["machine"], flags,
     )  # fmt: skip
 
 
@@ -199,9 +201,10 @@ def run(options: argparse.Namespace) -> None:
     engine = start([*flags, *(["--enable-deterministic-inference"] if mode else [])])
     try:
         # What compiles or fills with the first requests.
-        measure(engine, Sizes([300, 300], [8, 8], "0+1", 1, 0), "2x4", backend, bool(mode))
+        measure(engine, Sizes([300, 300], [8, 8], "0+1", 1, 0), "2x4", backend, bool(mode), options.server)
         for shape in options.shapes:
-            record = measure(engine, msgspec.convert(vars(options), Sizes), shape, backend, bool(mode))
+            sizes = msgspec.convert(vars(options), Sizes)
+            record = measure(engine, sizes, shape, backend, bool(mode), options.server)
             print(record, flush=True)
             result = json.loads(options.output.read_text())
             result["records"].append(msgspec.structs.asdict(record))
@@ -228,7 +231,7 @@ def main() -> None:
         # An engine leaves threads behind that may keep a process for long.
         sys.stdout.flush()
         os._exit(0)
-    result: dict[str, Any] = {"device": gpu(), "model": options.model.name, "server": options.server, "records": []}
+    result: dict[str, Any] = {"device": gpu(), "model": options.model.name, "records": []}
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     # One that fails must not cost the others' numbers.
     failed = [

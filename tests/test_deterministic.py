@@ -283,7 +283,8 @@ def test_answers_do_not_depend_on_the_batch(server: Server, seed: int | None, re
         for i, answer in zip(chosen, found, strict=True):
             assert answer[0] == alone[i][0], f"prompt {i} in a batch of {size}"
             # SGLang 0.5.17 loses a step's log-probabilities of some requests that it retracted.
-            assert answer[1] == alone[i][1] or len(answer[1]) < len(answer[0]), f"prompt {i} in a batch of {size}"
+            lost = compat.release() == "0.5.17" and len(answer[1]) < len(answer[0])
+            assert answer[1] == alone[i][1] or lost, f"prompt {i} in a batch of {size}"
     counters = assert_sound(server)
     assert counters["kv_bytes"] < counters["kv_bytes_unpacked"], "nothing was packed"
 
@@ -305,11 +306,12 @@ class Known(Oracle):
         ([5, 7], -0.25, ""),
         ([5], -0.25, ""),
         ([5, 6], -0.25 - 2**-54, ""),
+        ([5, 6], None, ""),
     ],
 )
-def test_an_exact_chaos_finds_a_bit(ids: list[int], logprob: float, found: str) -> None:
+def test_an_exact_chaos_finds_a_bit(ids: list[int], logprob: float | None, found: str) -> None:
     known = Answer([5, 6], "", 2, [], [(-0.5, 5), (-0.25, 6)], [])
-    chosen = [(-0.5, ids[0], None), (logprob, ids[-1], None)][: len(ids)]
+    chosen = [(-0.5, ids[0], None), (logprob, ids[-1], None)][: len(ids) if logprob is not None else 1]
     outcome = Outcome(200, [ids], [""], {"output_token_logprobs": chosen}, "length")
     report = Report(0)
 

@@ -193,6 +193,12 @@ def _add_estimate(commands: Any) -> None:
     command.add_argument(
         "--answer-tokens", type=count, default=DEFAULT_ANSWER, help="tokens of an answer, if unknown (%(default)s)"
     )
+    command.add_argument(
+        "--draft-tokens",
+        type=count,
+        default=1,
+        help="of a request in a step, as --speculative-num-draft-tokens: 4, or 1 without drafts",
+    )
     _add_json(command)
     command.set_defaults(run=_estimate, parser=command)
 
@@ -301,7 +307,9 @@ def _estimate(arguments: argparse.Namespace) -> None:
         model = read_model(arguments.model)
         workload = load(arguments.requests, arguments.answer_tokens)
         sizes = list(itertools.chain.from_iterable(arguments.batch))
-        found = estimate(workload.prompts, model, arguments.gpu, sizes, arguments.kv_cache_dtype)
+        found = estimate(
+            workload.prompts, model, arguments.gpu, sizes, arguments.kv_cache_dtype, arguments.draft_tokens
+        )
         found.source, found.warnings = workload.source, workload.warnings
     print(as_json(found) if arguments.json else "\n".join(found.lines()))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from sglang_pat.estimate.errors import EstimateError
@@ -32,7 +34,7 @@ ARCH = "9.0a"
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """Coefficients of a GPU with KV of so many bits, fitted by `python benchmarks/calibrate.py`; times in microseconds.
+    """Coefficients of a GPU for KV of so many bits and heads of such dimensions, fitted by `python benchmarks/calibrate.py`; times in microseconds.
 
     One layer's attention takes `base + longest * (time of the busiest SM, at its share of the bandwidth) + merge * (time to move the parts)`
     with PAT, and with others what `Baseline` says.
@@ -95,52 +97,91 @@ H200_256_8BIT = msgspec.structs.replace(
     H200, base=18.13, longest=1.027, merge=0.918,
     baselines={"fa3": Baseline(20.00, 1.279, 1.192, 4.236), "flashinfer": Baseline(17.96, 1.448, 1.392, 4.553)},
 )  # fmt: skip
+H200_DRAFTS = msgspec.structs.replace(
+    H200, base=11.14, longest=0.811, merge=0.000,
+    baselines={"fa3": Baseline(15.30, 0.933, 0.583, 2.019)},
+)  # fmt: skip
+H200_8BIT_DRAFTS = msgspec.structs.replace(
+    H200, base=20.50, longest=0.962, merge=0.562,
+    baselines={"fa3": Baseline(26.74, 1.839, 1.494, 1.982)},
+)  # fmt: skip
+H200_256_DRAFTS = msgspec.structs.replace(
+    H200, base=9.81, longest=0.858, merge=1.068,
+    baselines={"fa3": Baseline(20.51, 1.032, 0.732, 3.580), "flashinfer": Baseline(15.54, 1.045, 0.899, 2.917)},
+)  # fmt: skip
+H200_256_8BIT_DRAFTS = msgspec.structs.replace(
+    H200, base=13.47, longest=0.973, merge=1.315,
+    baselines={"fa3": Baseline(22.57, 1.281, 1.197, 4.821), "flashinfer": Baseline(16.56, 2.846, 2.741, 3.452)},
+)  # fmt: skip
 H200_LATENTS = msgspec.structs.replace(
     H200, base=15.11, longest=0.826, merge=1.260,
     baselines={"fa3": Baseline(19.58, 0.988, 0.773, 4.106), "flashinfer": Baseline(31.95, 0.933, 0.780, 0.0)},
 )  # fmt: skip
 """Of as many heads as are packed. What others than PAT take does not depend on them."""
-Dims = tuple[int, int]
-HEADS, LARGE_HEADS, LATENTS = (128, 128), (256, 256), capabilities.LATENT_DIMS[0]
-GPUS: dict[str, dict[Dims, dict[int, Gpu]]] = {
+DIMS, LARGE_DIMS, LATENT_DIMS = (128, 128), (256, 256), capabilities.LATENT_DIMS[0]
+"""Of K and V: those that were measured."""
+
+
+class Measured(NamedTuple):
+    """What coefficients are of: dimensions of K and V, bits of an element of KV, tokens that a request has in a step."""
+
+    dims: tuple[int, int]
+    bits: int = 16
+    tokens: int = 1
+
+
+GPUS: dict[str, dict[Measured, Gpu]] = {
     "h200": {
-        HEADS: {16: H200, 8: H200_8BIT},
-        LARGE_HEADS: {16: H200_256, 8: H200_256_8BIT},
-        LATENTS: {16: H200_LATENTS},
+        Measured(DIMS): H200,
+        Measured(DIMS, 8): H200_8BIT,
+        Measured(DIMS, 16, 4): H200_DRAFTS,
+        Measured(DIMS, 8, 4): H200_8BIT_DRAFTS,
+        Measured(LARGE_DIMS): H200_256,
+        Measured(LARGE_DIMS, 8): H200_256_8BIT,
+        Measured(LARGE_DIMS, 16, 4): H200_256_DRAFTS,
+        Measured(LARGE_DIMS, 8, 4): H200_256_8BIT_DRAFTS,
+        Measured(LATENT_DIMS): H200_LATENTS,
     },
-    "h100": {HEADS: {16: H100}},
+    "h100": {Measured(DIMS): H100},
 }
-"""By name, by the dimensions of K and V, and by the bits of an element of KV: only what was measured."""
+"""By name: only what was measured."""
 NAMES = {"fa3": "FA3", "flashinfer": "FlashInfer", "pat": "PAT"}
 AT_A_TIME = 256
 """Requests of a job that are shown together."""
 
 
-def gpu_for(model: Model, name: str, kv: KVFormat) -> tuple[Gpu, Dims]:
-    """The coefficients of a GPU for a model with such a KV cache, and the dimensions of the heads that they were measured with.
+def gpu_for(model: Model, name: str, kv: KVFormat, tokens: int) -> tuple[Gpu, Measured]:
+    """The coefficients of a GPU for a model with such a KV cache and so many tokens of a request in a step, and what they are of.
 
     Raises:
         EstimateError: There are none.
     """
     if name not in GPUS:
         raise EstimateError(f"--gpu {name}: there are measurements for {', '.join(GPUS)} only")
-    if latent := any(spec.latent for spec in model.layers):
-        dims = LATENTS
+    if any(spec.latent for spec in model.layers):
+        dims = LATENT_DIMS
     else:
-        large = LARGE_HEADS in GPUS[name] and all(spec.head_dim > HEADS[0] for spec in model.layers)
-        dims = LARGE_HEADS if large else HEADS
-    known = GPUS[name].get(dims, {})
-    if kv.bits in known:
-        return known[kv.bits], dims
-    if latent:
-        raise EstimateError("MLA was measured on an H200 with KV of 16 bits only: leave out --gpu and --kv-cache-dtype")
+        dims = LARGE_DIMS if all(spec.head_dim > DIMS[0] for spec in model.layers) else DIMS
+    measured = Measured(dims, kv.bits, tokens)
+    if measured in GPUS[name]:
+        return GPUS[name][measured], measured
+    if dims == LATENT_DIMS:
+        raise EstimateError(
+            "MLA was measured on an H200 with KV of 16 bits and without drafts only: leave out --gpu, --kv-cache-dtype and --draft-tokens"
+        )
+    if tokens > 1:
+        raise EstimateError(f"--draft-tokens {tokens}: drafts of 4 tokens were measured on an H200, and no others")
+    if Measured(dims) not in GPUS[name]:
+        raise EstimateError(
+            f"--gpu {name} was not measured with heads of more than {DIMS[0]} dimensions: give --gpu h200"
+        )
     raise EstimateError(
         f"--gpu {name} was not measured with a KV cache of {kv.bits} bits: leave out --kv-cache-dtype, or give --gpu h200"
     )
 
 
-def layers_of(model: Model, kv: KVFormat) -> dict[AttentionSpec, int]:
-    """How many layers the model has of each spec, with such a KV cache.
+def layers_of(model: Model, kv: KVFormat, tokens: int) -> dict[AttentionSpec, int]:
+    """How many layers the model has of each spec, with such a KV cache and so many tokens of a request in a step.
 
     Raises:
         EstimateError: There is no kernel for the model, or no measurement of what other backends take.
@@ -151,7 +192,7 @@ def layers_of(model: Model, kv: KVFormat) -> dict[AttentionSpec, int]:
             raise EstimateError(
                 f"MLA with {spec.heads} heads on a GPU {why}: estimates are for one GPU, and up to {capabilities.latent_query_tiles(ARCH)[-1] // 2} heads"
             )
-    layers = {msgspec.structs.replace(spec, kv=kv): count for spec, count in model.layers.items()}
+    layers = {msgspec.structs.replace(spec, kv=kv, query_tokens=tokens): count for spec, count in model.layers.items()}
     for refusal in (capabilities.refusal(spec, "cuda") for spec in layers):
         if refusal is not None:
             raise EstimateError(f"there are no kernels for {refusal}")
@@ -253,7 +294,7 @@ def job(prompts: list[Prompt], model: Model, gpu_name: str) -> tuple[PackConfig,
     if any(prompt.session is not None for prompt in prompts):
         raise EstimateError("turns of agents' sessions follow one another: they are no job")
     kv = FORMATS["bfloat16"]
-    (gpu, _), layers = gpu_for(model, gpu_name, kv), layers_of(model, kv)
+    layers, (gpu, _) = layers_of(model, kv, 1), gpu_for(model, gpu_name, kv, 1)
     spec = max(layers, key=layers.__getitem__)
     order = sorted(range(len(prompts)), key=lambda place: (prompts[place].block, prompts[place].blocks))
     places = [order[start : start + AT_A_TIME] for start in range(0, len(order), AT_A_TIME)]

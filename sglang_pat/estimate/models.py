@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from sglang_pat.estimate.errors import EstimateError, fault
 from sglang_pat.estimate.prompts import first_given
-from sglang_pat.model_config import find, language_model, read
+from sglang_pat.model_config import find, language_model, latents_problem, read
 from sglang_pat.packing import FORMATS, AttentionSpec
 from sglang_pat.packing.cost import Count
 from sglang_pat.packing.spec import MAX_WINDOW
@@ -31,6 +31,7 @@ class Model(msgspec.Struct):
 
 
 Size = Annotated[int, Meta(ge=1, le=1 << 31)]
+Experts = Annotated[int, Meta(ge=0, le=1 << 16)] | list[int] | None
 
 
 class Shape(msgspec.Struct):
@@ -43,9 +44,10 @@ class Shape(msgspec.Struct):
     intermediate_size: Size | None = None
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
-    num_experts: Any = None
-    num_local_experts: Any = None
-    n_routed_experts: Any = None
+    num_experts: Experts = None
+    num_local_experts: Experts = None
+    n_routed_experts: Experts = None
+    moe_num_experts: Experts = None
     model_type: str = ""
     v_head_dim: Count | None = None
     kv_lora_rank: Count | None = None
@@ -88,8 +90,8 @@ def read_model(name: str | Path) -> Model:
     """
     path = find(str(name))
     config = language_model(read(path))
-    if config.get("kv_lora_rank") is not None and config.get("index_topk") is not None:
-        raise EstimateError(f"{path}: sparse attention (DSA) is not supported by --attention-backend pat")
+    if (problem := latents_problem(config, on_gpu=True)) is not None:
+        raise EstimateError(f"{path}: {problem} is not supported by --attention-backend pat")
     for field in UNREAD:
         if config.get(field) is not None:
             raise EstimateError(f"{path}: models whose layers differ by {field} cannot be estimated")
@@ -154,12 +156,12 @@ def _model(path: Path, shape: Shape) -> Model:
         raise EstimateError(f"{path}: it names {len(kinds)} of its {shape.num_hidden_layers} layers")
     for kind in kinds:
         if kind not in WITH_KV + WITHOUT_KV:
-            raise EstimateError(f"{path}: layers of the kind {kind!r} cannot be estimated")
+            raise EstimateError(f"{path}: layers of the kind {kind[:40]!r} cannot be estimated")
     windowed = Counter(kind == SLIDING for kind in kinds if kind in WITH_KV)
     layers = Counter({_spec(path, shape, key): windowed[key] for key in sorted(windowed)})
     if not layers:
         raise EstimateError(f"{path}: no layer has KV")
-    experts = shape.num_experts or shape.num_local_experts or shape.n_routed_experts
+    experts = shape.num_experts or shape.num_local_experts or shape.n_routed_experts or shape.moe_num_experts
     # Falcon-H1 has states beside the attention of every layer.
     hybrid = layers.total() < len(kinds) or shape.model_type == "falcon_h1"
     if experts or hybrid or shape.kv_lora_rank:

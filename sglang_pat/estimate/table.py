@@ -100,14 +100,17 @@ class Estimate(msgspec.Struct):
         yield self.verdict
 
 
-def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int], kv_cache: str = "auto") -> Estimate:
-    """What packing would bring.
+def estimate(
+    prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int], kv_cache: str = "auto", draft_tokens: int = 1
+) -> Estimate:
+    """What packing would bring, if each request has `draft_tokens` tokens in a step.
 
     Raises:
         EstimateError: There are no measurements for the GPU, or no kernel for the model.
     """
     kv = FORMATS[KV_CACHES[kv_cache]]
-    (gpu, measured), layers = costs.gpu_for(model, gpu_name, kv), costs.layers_of(model, kv)
+    layers = costs.layers_of(model, kv, draft_tokens)
+    gpu, measured = costs.gpu_for(model, gpu_name, kv, draft_tokens)
     configs = [(costs.pack_config(spec, gpu), count) for spec, count in layers.items()]
     rows, together = [], _at_once(prompts)
     for size in sorted({min(size, len(together)) for size in sizes}):
@@ -118,7 +121,7 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
             steps = [costs.step(batch, configs, gpu) for batch in batches]
         except ValueError as error:
             raise EstimateError(f"no server takes such a batch: {error}") from None
-        rows.append(_row(size, shared, steps, model, gpu))
+        rows.append(_row(size, shared, steps, model, gpu, measured))
     baseline = next(iter(gpu.baselines))
     return Estimate(
         requests=len(prompts),
@@ -168,12 +171,14 @@ def _side_by_side(prompts: list[Prompt]) -> str:
     return "Consecutive requests of the file run at once, half way through their answers."
 
 
-def _row(size: int, shared: float, steps: list[costs.Step], model: Model, gpu: costs.Gpu) -> Row:
+def _row(
+    size: int, shared: float, steps: list[costs.Step], model: Model, gpu: costs.Gpu, measured: costs.Measured
+) -> Row:
     """The means of a batch size."""
     needed = sum(one.kept_bytes for one in steps) / len(steps) + (model.weight_bytes or 0)
     whole = {name: sum(one.attention_us[name] for one in steps) / len(steps) for name in steps[0].attention_us}
     times, step_ms = whole, None
-    if model.weight_bytes is not None:
+    if model.weight_bytes is not None and measured.tokens == 1:
         rest = costs.rest_ms(size, model.weight_bytes, gpu)
         times = step_ms = {name: rest[name] + us / 1e3 for name, us in whole.items()}
     return Row(
@@ -226,7 +231,7 @@ def _listed(words: list[str]) -> str:
 
 
 def _verdict(rows: list[Row], baseline: str) -> str:
-    """The table in words. A gain that rounds to 1.0 is none: without sharing, estimated gains are up to 0.04 off (benchmarks/calibrate.py)."""
+    """The table in words. A gain that rounds to 1.0 is none: without sharing, estimated gains of steps are up to 0.04 off (benchmarks/calibrate.py)."""
     sizes: dict[str, list[str]] = {}
     for row in rows:
         ratio = f"{row.faster[baseline]:.1f}"
@@ -237,14 +242,21 @@ def _verdict(rows: list[Row], baseline: str) -> str:
     return f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {costs.NAMES[baseline]}: {', '.join(parts)}."
 
 
-def _of_times(kinds: list[tuple[int, int, int]], measured: costs.Dims, model: Model, gpu: costs.Gpu) -> Iterator[str]:
-    """What is assumed about times, of layers with these dimensions and windows, if heads of others were measured."""
-    if any(kind != (*measured, 0) for kind in kinds):
-        yield f"These times are of heads of {measured[0]} without windows: other layers are taken to be as fast per byte."
-    if model.weight_bytes is None:
-        yield "What a step of this model takes beside attention is not known: it has experts, or layers without KV."
+def _of_times(
+    kinds: list[tuple[int, int, int]], measured: costs.Measured, model: Model, gpu: costs.Gpu
+) -> Iterator[str]:
+    """What is assumed about times, of layers with these dimensions and windows."""
+    if any(kind != (*measured.dims, 0) for kind in kinds):
+        yield f"These times are of heads of {measured.dims[0]} without windows: other layers are taken to be as fast per byte."
+    if measured.tokens > 1:
+        yield f"A step gives a request up to {measured.tokens} tokens. What it takes beside attention is not known: drafts are part of it."
+    elif model.weight_bytes is None:
+        yield "What a step of this model takes beside attention is not known: it has experts, latents, or layers without KV."
     else:
         yield (
             f"Beside attention and the products with the weights a step takes {gpu.rest_ms['pat']:.1f} ms and {gpu.request_us:.0f} us a request."
         )
+    if measured.tokens > 1 or model.weight_bytes is None:
+        # At most by the kernels' results (docs/estimate.md, "How far off is it?"): `200_333` and `32_512`.
+        yield "Attention's times are a third off at worst: for hundreds of short requests that share nothing PAT's are too low."
     yield "Clients see a longer time per token than a step: they wait for the prefill of other requests too."

@@ -38,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     chaos = Chaos(
         options.url, options.reference, options.seed, options.seconds, options.concurrency, options.features, options.prompts,
-        options.close, options.patience,
+        close=options.close, patience=options.patience,
     )  # fmt: skip
     report = asyncio.run(chaos.run())
     print(report)

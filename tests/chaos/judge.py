@@ -150,7 +150,8 @@ class Judge:
             return None
         chosen = logprobs(outcome.meta, "output")
         # SGLang 0.5.17 loses a step's log-probabilities of some requests that it retracted.
-        sure = answer.sure if len(chosen) == len(outcome.ids[0]) else 0
+        lost = bool(outcome.meta.get("num_retractions")) and len(chosen) < len(outcome.ids[0])
+        sure = 0 if lost else answer.sure
         for found, right in (
             (logprobs(outcome.meta, "input"), answer.logprobs),
             (chosen[:sure], answer.chosen[:sure]),

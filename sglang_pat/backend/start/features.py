@@ -348,7 +348,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("MLA on a GPU (DeepSeek V2, V3, R1, Kimi K2, GLM-4.7-Flash, and others whose attention has DeepSeek's code)", "",
                "test_latent_kernel.py::test_random_trees", "test_latent_kernel.py::test_queries_straddle_work_items", "test_latents.py::test_kit_in_two_tensors", "test_gpu_models.py::test_latents",
                "test_gpu_models.py::test_latents_behind_a_long_prefix", "test_gpu_drafts.py::test_drafts_of_a_model_with_latents",
-               note="up to 42 heads a GPU are packed, times the tokens of a draft; [which models, what prefills, what was measured](mla.md). On a GPU a server of DeepSeek V2's shape with 16 heads was run, on 0.5.23 and an H200, not with drafts, FP8 or several GPUs"),
+               note="up to 42 heads a GPU are packed, times the tokens of a draft; [which models, what prefills, what was measured](mla.md). On a GPU servers of DeepSeek V2's shape with 16 heads were run, on 0.5.23 and an H200, tiny ones with drafts and with FP8 too, not on several GPUs"),
         _refused("MLA in hybrid models (Kimi-Linear), with attention sinks, with windows, and on a GPU with scaling by position (Mistral Large 3) and of other dimensions; sparse attention over latents (DSA: DeepSeek V3.2, GLM-5; DeepSeek V4)",
                  "", None, "use another --attention-backend"),
         _works("sliding windows", "", "test_windows.py::test_answers_are_those_of_a_stock_backend", "test_cuda_kernel.py::test_windows",
