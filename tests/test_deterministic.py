@@ -299,17 +299,18 @@ class Known(Oracle):
         return self._known
 
 
+@pytest.mark.parametrize("kind", ["seeded", "greedy"])
 @pytest.mark.parametrize(
     ("ids", "logprob", "found"),
     [
-        ([5, 6], -0.25, "seeded"),
+        ([5, 6], -0.25, "compared"),
         ([5, 7], -0.25, ""),
         ([5], -0.25, ""),
         ([5, 6], -0.25 - 2**-54, ""),
         ([5, 6], None, ""),
     ],
 )
-def test_an_exact_chaos_finds_a_bit(ids: list[int], logprob: float | None, found: str) -> None:
+def test_an_exact_chaos_finds_a_bit(ids: list[int], logprob: float | None, found: str, kind: str) -> None:
     known = Answer([5, 6], "", 2, [], [(-0.5, 5), (-0.25, 6)], [])
     chosen = [(-0.5, ids[0], None), (logprob, ids[-1], None)][: len(ids) if logprob is not None else 1]
     outcome = Outcome(200, [ids], [""], {"output_token_logprobs": chosen}, "length")
@@ -317,13 +318,13 @@ def test_an_exact_chaos_finds_a_bit(ids: list[int], logprob: float | None, found
 
     async def judged() -> None:
         judge = Judge(Known(known), Names(), report)
-        judge.submit(Case(Question.make("seeded", "/generate", {}), outcome))
+        judge.submit(Case(Question.make(kind, "/generate", {}), outcome, 2))
         working = asyncio.create_task(judge.work())
         await judge.finish()
         working.cancel()
 
     asyncio.run(judged())
-    assert +report.compared == ({found: 1} if found else {})
+    assert +report.compared == ({kind: 1} if found else {})
     assert len(report.problems) == (not found)
 
 

@@ -70,6 +70,9 @@ async def _send(
     if question.kind == "greedy":
         tokens = min(tokens, chaos.catalogue.room(body["input_ids"]))
         body["sampling_params"] |= {"max_new_tokens": tokens, "n": samples}
+        # Not always: SGLang mixes requests without them only.
+        if chaos.close == 0 and samples == 1 and chance.random() < 0.5:
+            body["return_logprob"] = True
     use = None
     if rid is not None:
         body["rid"] = rid

@@ -146,12 +146,12 @@ class Judge:
                 return describe(
                     question, {"ids": ids, "tokens": case.tokens, "meta": _short(outcome)}, answer.ids[:most]
                 )
-        if not outcome.complete or question.kind not in ("logprobs", "seeded"):
-            return None
         chosen = logprobs(outcome.meta, "output")
+        if not outcome.complete or (question.kind not in ("logprobs", "seeded") and not chosen):
+            return None
         # SGLang 0.5.17 loses a step's log-probabilities of some requests that it retracted.
         lost = bool(outcome.meta.get("num_retractions")) and len(chosen) < len(outcome.ids[0])
-        sure = 0 if lost else answer.sure
+        sure = 0 if lost else min(answer.sure, most)
         for found, right in (
             (logprobs(outcome.meta, "input"), answer.logprobs),
             (chosen[:sure], answer.chosen[:sure]),
