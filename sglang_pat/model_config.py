@@ -26,6 +26,8 @@ DEFAULTS = {
     "nemotron_h": {"head_dim": 128},
     "olmo3": {"sliding_window_pattern": 4},
     "qwen3_next": {"head_dim": 256, "full_attention_interval": 4},
+    "qwen3_5_text": {"head_dim": 256, "full_attention_interval": 4},
+    "qwen3_5_moe_text": {"head_dim": 256, "full_attention_interval": 4},
 }  # fmt: skip
 """What config.json may leave out: the defaults of transformers for each `model_type`."""
 

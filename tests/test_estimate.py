@@ -442,8 +442,8 @@ def family(model_type: str, layers: int, heads: int, kv_heads: int, hidden: int,
 
 
 QWEN3_NEXT = family("qwen3_next", 48, 16, 2, 2048, head_dim=256, full_attention_interval=4, num_experts=512)
-QWEN3_5 = {field: value for field, value in QWEN3_NEXT.items() if field != "intermediate_size"}
-"""All of whose layers have experts."""
+QWEN3_5 = family("qwen3_5_moe_text", 40, 16, 2, 2048, num_experts=256)
+del QWEN3_5["intermediate_size"]  # all layers have experts
 NEMOTRON_H = family(
     "nemotron_h", 52, 32, 8, 4096, hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 )
@@ -468,6 +468,7 @@ EXAONE4 = family("exaone4", 64, 40, 8, 5120, head_dim=128, sliding_window=4096, 
     ("config", "expected"),
     [
         (QWEN3_NEXT, [(12, 16, 2, 256, 256, 0)]),
+        (QWEN3_5, [(10, 16, 2, 256, 256, 0)]),
         (NEMOTRON_H, [(4, 32, 8, 128, 128, 0)]),
         # Nemotron Nano's heads are wider than its hidden size has room for.
         ({**NEMOTRON_H, "hidden_size": 4480, "num_attention_heads": 40}, [(4, 40, 8, 128, 128, 0)]),
