@@ -257,6 +257,6 @@ def _of_times(
             f"Beside attention and the products with the weights a step takes {gpu.rest_ms['pat']:.1f} ms and {gpu.request_us:.0f} us a request."
         )
     if measured.tokens > 1 or model.weight_bytes is None:
-        # At most by the kernels' results (docs/estimate.md, "How far off is it?"): `200_333` and `32_512`.
-        yield "Attention's times are a third off at worst: for hundreds of short requests that share nothing PAT's are too low."
+        # By the kernels' results (docs/estimate.md, "How far off is it?").
+        yield "Attention's times are 3 to 11 % off in the median, up to 40 at worst: for hundreds of short requests that share nothing PAT's are too low."
     yield "Clients see a longer time per token than a step: they wait for the prefill of other requests too."
