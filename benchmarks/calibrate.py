@@ -70,10 +70,10 @@ def spec_of(heads: str | int, measured: costs.Measured) -> AttentionSpec:
     return AttentionSpec(query_heads, kv_heads, *measured.dims, kv, query_tokens=measured.tokens, latent=latent)
 
 
-def features(tree: str, heads: str | int, gpu: costs.Gpu, measured: costs.Measured) -> dict[str, list[float]]:
+def features(tree: str, heads: str | int, gpu: costs.Gpu) -> dict[str, list[float]]:
     """What each backend's time for a tree is a sum of, with the coefficients to be found; in microseconds."""
     batch = trees.of_cell(trees.LATENTS.get(tree, tree))
-    config = costs.pack_config(spec_of(heads, measured), gpu)
+    config = costs.pack_config(spec_of(heads, gpu.measured), gpu)
     unpacked = [1, *costs.unpacked_features(batch, config, gpu)]
     packed = [1, *costs.features(inspect(batch, config), gpu)]
     return {"pat": packed, **dict.fromkeys(gpu.baselines, unpacked)}
@@ -118,10 +118,10 @@ def is_of(record: dict[str, Any], measured: costs.Measured) -> bool:
     return (record.get("dim", DIMS[0]), record.get("v_dim", DIMS[1])) == measured.dims
 
 
-def kernels(file: str, measured: costs.Measured, gpu: costs.Gpu) -> dict[str, Any]:
+def kernels(file: str, gpu: costs.Gpu) -> dict[str, Any]:
     """The coefficients of each backend's kernels, and how far off they are."""
-    records = [record for record in tables.load(file)["records"] if is_of(record, measured)]
-    known = [(record, features(record["tree"], record["heads"], gpu, measured)) for record in records]
+    records = [record for record in tables.load(file)["records"] if is_of(record, gpu.measured)]
+    known = [(record, features(record["tree"], record["heads"], gpu)) for record in records]
     found = {}
     for backend in ("pat", *gpu.baselines):
         names = OF_PAT if backend == "pat" else costs.Baseline.__struct_fields__
@@ -132,26 +132,20 @@ def kernels(file: str, measured: costs.Measured, gpu: costs.Gpu) -> dict[str, An
     return found
 
 
-def fitted(gpu: costs.Gpu, found: dict[str, Any]) -> costs.Gpu:
-    """The GPU with the coefficients that were found for its kernels."""
-    baselines = {
-        name: costs.Baseline(*(found[name][field] for field in costs.Baseline.__struct_fields__))
-        for name in gpu.baselines
-    }
-    return msgspec.structs.replace(gpu, **{name: found["pat"][name] for name in OF_PAT}, baselines=baselines)
-
-
 def calibrate(name: str) -> dict[str, Any]:
     """What is found of a GPU."""
     known = costs.GPUS[name]
     result: dict[str, Any] = {
         "device": tables.load(KERNELS[name][M(DIMS)])["device"],
         "kernels": [
-            {**measured._asdict(), **kernels(file, measured, known[measured])}
-            for measured, file in KERNELS[name].items()
+            {**measured._asdict(), **kernels(file, known[measured])} for measured, file in KERNELS[name].items()
         ],
     }
-    gpu = fitted(known[M(DIMS)], result["kernels"][0])
+    gpu, found = known[M(DIMS)], result["kernels"][0]
+    others = {
+        backend: [found[backend][field] for field in costs.Baseline.__struct_fields__] for backend in gpu.baselines
+    }
+    gpu = costs.fitted(gpu, gpu.measured, [found["pat"][field] for field in OF_PAT], **others)
 
     # (file if it was served, workload, tree, milliseconds, backend)
     steps = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -33,6 +34,18 @@ ARCH = "9.0a"
 """Of all GPUs that there are coefficients for."""
 
 
+DIMS, LARGE_DIMS, LATENT_DIMS = (128, 128), (256, 256), capabilities.LATENT_DIMS[0]
+"""Of K and V: those that were measured."""
+
+
+class Measured(NamedTuple):
+    """What coefficients are of: dimensions of K and V, bits of an element of KV, tokens that a request has in a step."""
+
+    dims: tuple[int, int]
+    bits: int = 16
+    tokens: int = 1
+
+
 class Gpu(msgspec.Struct, frozen=True):
     """Coefficients of a GPU for KV of so many bits and heads of such dimensions, fitted by `python benchmarks/calibrate.py`; times in microseconds.
 
@@ -50,6 +63,7 @@ class Gpu(msgspec.Struct, frozen=True):
         memory_gb: Memory, from the data sheet.
         sms: Streaming multiprocessors; each runs one CTA.
         baselines: The backends that were measured beside PAT, by SGLang's names. The first is SGLang's default on this GPU.
+        measured: What `base`, `longest`, `merge` and `baselines` are of.
     """
 
     name: str
@@ -63,6 +77,7 @@ class Gpu(msgspec.Struct, frozen=True):
     rest_ms: dict[str, float]
     request_us: float
     baselines: dict[str, Baseline]
+    measured: Measured = Measured(DIMS)
 
 
 RESERVED_MIB = 13_904
@@ -80,78 +95,44 @@ H200 = Gpu(
     rest_ms={"pat": 1.239, "fa3": 0.912, "flashinfer": 1.324}, request_us=7.919,
     baselines={"fa3": Baseline(24.63, 0.902, 0.556, 1.916), "flashinfer": Baseline(14.75, 0.911, 0.456, 2.691)},
 )  # fmt: skip
-H200_8BIT = msgspec.structs.replace(
-    H200, base=14.12, longest=1.037, merge=0.172,
-    baselines={"fa3": Baseline(15.63, 1.771, 1.486, 1.845), "flashinfer": Baseline(16.20, 1.619, 1.500, 4.674)},
-)  # fmt: skip
 H100 = Gpu(
     name="H100", tbps=3.08, tflops=790, memory_gb=80, sms=132, base=11.51, longest=0.903, merge=0.0,
     rest_ms={"pat": 1.249, "fa3": 1.072, "flashinfer": 1.503}, request_us=8.765,
     baselines={"fa3": Baseline(24.29, 0.866, 0.392, 1.607), "flashinfer": Baseline(13.41, 0.882, 0.323, 2.376)},
 )  # fmt: skip
-H200_256 = msgspec.structs.replace(
-    H200, base=12.35, longest=1.025, merge=0.144,
-    baselines={"fa3": Baseline(15.89, 1.046, 0.726, 3.908), "flashinfer": Baseline(15.78, 1.020, 0.505, 3.170)},
-)  # fmt: skip
-H200_256_8BIT = msgspec.structs.replace(
-    H200, base=18.13, longest=1.027, merge=0.918,
-    baselines={"fa3": Baseline(20.00, 1.279, 1.192, 4.236), "flashinfer": Baseline(17.96, 1.448, 1.392, 4.553)},
-)  # fmt: skip
-H200_DRAFTS = msgspec.structs.replace(
-    H200, base=11.14, longest=0.811, merge=0.000,
-    baselines={"fa3": Baseline(15.30, 0.933, 0.583, 2.019)},
-)  # fmt: skip
-H200_8BIT_DRAFTS = msgspec.structs.replace(
-    H200, base=20.50, longest=0.962, merge=0.562,
-    baselines={"fa3": Baseline(26.74, 1.839, 1.494, 1.982)},
-)  # fmt: skip
-H200_256_DRAFTS = msgspec.structs.replace(
-    H200, base=9.81, longest=0.858, merge=1.068,
-    baselines={"fa3": Baseline(20.51, 1.032, 0.732, 3.580), "flashinfer": Baseline(15.54, 1.045, 0.899, 2.917)},
-)  # fmt: skip
-H200_256_8BIT_DRAFTS = msgspec.structs.replace(
-    H200, base=13.47, longest=0.973, merge=1.315,
-    baselines={"fa3": Baseline(22.57, 1.281, 1.197, 4.821), "flashinfer": Baseline(16.56, 2.846, 2.741, 3.452)},
-)  # fmt: skip
-H200_LATENTS = msgspec.structs.replace(
-    H200, base=15.11, longest=0.826, merge=1.260,
-    baselines={"fa3": Baseline(19.58, 0.988, 0.773, 4.106), "flashinfer": Baseline(31.95, 0.933, 0.780, 0.0)},
-)  # fmt: skip
-"""Of as many heads as are packed. What others than PAT take does not depend on them."""
-DIMS, LARGE_DIMS, LATENT_DIMS = (128, 128), (256, 256), capabilities.LATENT_DIMS[0]
-"""Of K and V: those that were measured."""
 
 
-class Measured(NamedTuple):
-    """What coefficients are of: dimensions of K and V, bits of an element of KV, tokens that a request has in a step."""
+def fitted(gpu: Gpu, measured: Measured, pat: Sequence[float], **others: Sequence[float]) -> Gpu:
+    """The GPU with what else was measured there: base, longest and merge of PAT, and of each other backend what `Baseline` has."""
+    base, longest, merge = pat
+    baselines = {name: Baseline(*coefficients) for name, coefficients in others.items()}
+    return msgspec.structs.replace(gpu, measured=measured, base=base, longest=longest, merge=merge, baselines=baselines)
 
-    dims: tuple[int, int]
-    bits: int = 16
-    tokens: int = 1
 
-
-GPUS: dict[str, dict[Measured, Gpu]] = {
-    "h200": {
-        Measured(DIMS): H200,
-        Measured(DIMS, 8): H200_8BIT,
-        Measured(DIMS, 16, 4): H200_DRAFTS,
-        Measured(DIMS, 8, 4): H200_8BIT_DRAFTS,
-        Measured(LARGE_DIMS): H200_256,
-        Measured(LARGE_DIMS, 8): H200_256_8BIT,
-        Measured(LARGE_DIMS, 16, 4): H200_256_DRAFTS,
-        Measured(LARGE_DIMS, 8, 4): H200_256_8BIT_DRAFTS,
-        Measured(LATENT_DIMS): H200_LATENTS,
-    },
-    "h100": {Measured(DIMS): H100},
-}
+_MEASURED = {
+    "h200": (
+        H200,
+        fitted(H200, Measured(DIMS, 8), (14.12, 1.037, 0.172), fa3=(15.63, 1.771, 1.486, 1.845), flashinfer=(16.20, 1.619, 1.500, 4.674)),
+        fitted(H200, Measured(DIMS, 16, 4), (11.14, 0.811, 0.000), fa3=(15.30, 0.933, 0.583, 2.019)),
+        fitted(H200, Measured(DIMS, 8, 4), (20.50, 0.962, 0.562), fa3=(26.74, 1.839, 1.494, 1.982)),
+        fitted(H200, Measured(LARGE_DIMS), (12.35, 1.025, 0.144), fa3=(15.89, 1.046, 0.726, 3.908), flashinfer=(15.78, 1.020, 0.505, 3.170)),
+        fitted(H200, Measured(LARGE_DIMS, 8), (18.13, 1.027, 0.918), fa3=(20.00, 1.279, 1.192, 4.236), flashinfer=(17.96, 1.448, 1.392, 4.553)),
+        fitted(H200, Measured(LARGE_DIMS, 16, 4), (9.81, 0.858, 1.068), fa3=(20.51, 1.032, 0.732, 3.580), flashinfer=(15.54, 1.045, 0.899, 2.917)),
+        fitted(H200, Measured(LARGE_DIMS, 8, 4), (13.47, 0.973, 1.315), fa3=(22.57, 1.281, 1.197, 4.821), flashinfer=(16.56, 2.846, 2.741, 3.452)),
+        # Of as many heads as are packed. What others than PAT take does not depend on them.
+        fitted(H200, Measured(LATENT_DIMS), (15.11, 0.826, 1.260), fa3=(19.58, 0.988, 0.773, 4.106), flashinfer=(31.95, 0.933, 0.780, 0.0)),
+    ),
+    "h100": (H100,),
+}  # fmt: skip
+GPUS = {name: {gpu.measured: gpu for gpu in gpus} for name, gpus in _MEASURED.items()}
 """By name: only what was measured."""
 NAMES = {"fa3": "FA3", "flashinfer": "FlashInfer", "pat": "PAT"}
 AT_A_TIME = 256
 """Requests of a job that are shown together."""
 
 
-def gpu_for(model: Model, name: str, kv: KVFormat, tokens: int) -> tuple[Gpu, Measured]:
-    """The coefficients of a GPU for a model with such a KV cache and so many tokens of a request in a step, and what they are of.
+def gpu_for(model: Model, name: str, kv: KVFormat, tokens: int) -> Gpu:
+    """The coefficients of a GPU for a model with such a KV cache and so many tokens of a request in a step.
 
     Raises:
         EstimateError: There are none.
@@ -164,7 +145,7 @@ def gpu_for(model: Model, name: str, kv: KVFormat, tokens: int) -> tuple[Gpu, Me
         dims = LARGE_DIMS if all(spec.head_dim > DIMS[0] for spec in model.layers) else DIMS
     measured = Measured(dims, kv.bits, tokens)
     if measured in GPUS[name]:
-        return GPUS[name][measured], measured
+        return GPUS[name][measured]
     if dims == LATENT_DIMS:
         raise EstimateError(
             "MLA was measured on an H200 with KV of 16 bits and without drafts only: leave out --gpu, --kv-cache-dtype and --draft-tokens"
@@ -294,7 +275,7 @@ def job(prompts: list[Prompt], model: Model, gpu_name: str) -> tuple[PackConfig,
     if any(prompt.session is not None for prompt in prompts):
         raise EstimateError("turns of agents' sessions follow one another: they are no job")
     kv = FORMATS["bfloat16"]
-    layers, (gpu, _) = layers_of(model, kv, 1), gpu_for(model, gpu_name, kv, 1)
+    layers, gpu = layers_of(model, kv, 1), gpu_for(model, gpu_name, kv, 1)
     spec = max(layers, key=layers.__getitem__)
     order = sorted(range(len(prompts)), key=lambda place: (prompts[place].block, prompts[place].blocks))
     places = [order[start : start + AT_A_TIME] for start in range(0, len(order), AT_A_TIME)]

@@ -110,7 +110,7 @@ def estimate(
     """
     kv = FORMATS[KV_CACHES[kv_cache]]
     layers = costs.layers_of(model, kv, draft_tokens)
-    gpu, measured = costs.gpu_for(model, gpu_name, kv, draft_tokens)
+    gpu = costs.gpu_for(model, gpu_name, kv, draft_tokens)
     configs = [(costs.pack_config(spec, gpu), count) for spec, count in layers.items()]
     rows, together = [], _at_once(prompts)
     for size in sorted({min(size, len(together)) for size in sizes}):
@@ -121,7 +121,7 @@ def estimate(
             steps = [costs.step(batch, configs, gpu) for batch in batches]
         except ValueError as error:
             raise EstimateError(f"no server takes such a batch: {error}") from None
-        rows.append(_row(size, shared, steps, model, gpu, measured))
+        rows.append(_row(size, shared, steps, model, gpu))
     baseline = next(iter(gpu.baselines))
     return Estimate(
         requests=len(prompts),
@@ -147,7 +147,7 @@ def estimate(
             f"Layers with KV: {', '.join(f'{count} of {spec}' for spec, count in layers.items())}.",
             f"Weights and KV have {_place(gpu)}, as SGLang's default --mem-fraction-static is {costs.static_fraction(gpu):.2f}; "
             f"{_weights(model)}, and KV up to {_kv_gb(rows, model):,.1f}.",
-            *_of_times([(s.head_dim, s.v_head_dim, s.window) for s in layers], measured, model, gpu),
+            *_of_times([(s.head_dim, s.v_head_dim, s.window) for s in layers], model, gpu),
         ],
     )
 
@@ -171,14 +171,12 @@ def _side_by_side(prompts: list[Prompt]) -> str:
     return "Consecutive requests of the file run at once, half way through their answers."
 
 
-def _row(
-    size: int, shared: float, steps: list[costs.Step], model: Model, gpu: costs.Gpu, measured: costs.Measured
-) -> Row:
+def _row(size: int, shared: float, steps: list[costs.Step], model: Model, gpu: costs.Gpu) -> Row:
     """The means of a batch size."""
     needed = sum(one.kept_bytes for one in steps) / len(steps) + (model.weight_bytes or 0)
     whole = {name: sum(one.attention_us[name] for one in steps) / len(steps) for name in steps[0].attention_us}
     times, step_ms = whole, None
-    if model.weight_bytes is not None and measured.tokens == 1:
+    if model.weight_bytes is not None and gpu.measured.tokens == 1:
         rest = costs.rest_ms(size, model.weight_bytes, gpu)
         times = step_ms = {name: rest[name] + us / 1e3 for name, us in whole.items()}
     return Row(
@@ -242,21 +240,20 @@ def _verdict(rows: list[Row], baseline: str) -> str:
     return f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {costs.NAMES[baseline]}: {', '.join(parts)}."
 
 
-def _of_times(
-    kinds: list[tuple[int, int, int]], measured: costs.Measured, model: Model, gpu: costs.Gpu
-) -> Iterator[str]:
+def _of_times(kinds: list[tuple[int, int, int]], model: Model, gpu: costs.Gpu) -> Iterator[str]:
     """What is assumed about times, of layers with these dimensions and windows."""
-    if any(kind != (*measured.dims, 0) for kind in kinds):
-        yield f"These times are of heads of {measured.dims[0]} without windows: other layers are taken to be as fast per byte."
-    if measured.tokens > 1:
-        yield f"A step gives a request up to {measured.tokens} tokens. What it takes beside attention is not known: drafts are part of it."
-    elif model.weight_bytes is None:
-        yield "What a step of this model takes beside attention is not known: it has experts, latents, or layers without KV."
-    else:
+    dims, tokens = gpu.measured.dims, gpu.measured.tokens
+    if any(kind != (*dims, 0) for kind in kinds):
+        yield f"These times are of heads of {dims[0]} without windows: other layers are taken to be as fast per byte."
+    if model.weight_bytes is not None and tokens == 1:
         yield (
             f"Beside attention and the products with the weights a step takes {gpu.rest_ms['pat']:.1f} ms and {gpu.request_us:.0f} us a request."
         )
-    if measured.tokens > 1 or model.weight_bytes is None:
+    else:
+        if tokens > 1:
+            yield f"A step gives a request up to {tokens} tokens. What it takes beside attention is not known: drafts are part of it."
+        else:
+            yield "What a step of this model takes beside attention is not known: it has experts, latents, or layers without KV."
         # By the kernels' results (docs/estimate.md, "How far off is it?").
         yield "Attention's times are 3 to 11 % off in the median, up to 40 at worst: for hundreds of short requests that share nothing PAT's are too low."
     yield "Clients see a longer time per token than a step: they wait for the prefill of other requests too."
