@@ -78,7 +78,8 @@ def on(results: dict[str, str]) -> str:
         result = load(name)
         device = result["device"]
         where = f"{device['name']}, SGLang {device['sglang']}"
-        found.setdefault(where, []).append(f"{MODELS[result['model']]}{what}, {device['date']}")
+        dates = sorted({record.get("date") or device["date"] for record in result["records"]})
+        found.setdefault(where, []).append(f"{MODELS[result['model']]}{what}, {' and '.join(dates)}")
     return "*" + "; ".join(f"{where}. {'; '.join(runs)}" for where, runs in found.items()) + ". Random weights.*"
 
 
@@ -244,15 +245,17 @@ def serving_models() -> str:
 
 
 def served(results: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Each workload with the records of all backends."""
+    """Each workload with the records of all backends; where a file has several formats of KV, each one's apart."""
     for name, what in results.items():
-        records = load(name)["records"]
-        for workload, rate in dict.fromkeys((record["workload"], record["rate"]) for record in records):
-            title = f"`{workload}`{f', {rate:g}/s' if rate else ''}{what}"
-            group = [record for record in records if (record["workload"], record["rate"]) == (workload, rate)]
+        groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for record in load(name)["records"]:
+            groups.setdefault((record["workload"], record["rate"], record.get("kv")), []).append(record)
+        several = len({kv for *_, kv in groups}) > 1
+        for (workload, rate, kv), group in groups.items():
+            form = ", FP8 KV" if several and kv == "fp8_e4m3" else ""
             # Alone where the others' run was cut short.
             if len(group) > 1:
-                yield title, group
+                yield f"`{workload}`{f', {rate:g}/s' if rate else ''}{what}{form}", group
 
 
 def in_readme(name: str = NEWEST) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
