@@ -20,11 +20,11 @@ class Run(NamedTuple):
 
 RUN = {
     "0.5.17": Run("servers and what meets SGLang, in CI", "most tests, H200, H100", "with every change"),
-    "0.5.18": Run("`make test-releases`", "not run", "2026-11-29"),
-    "0.5.19": Run("`make test-releases`", "not run", "2026-11-29"),
-    "0.5.20": Run("`make test-releases`", "not run", "2026-11-29"),
-    "0.5.21": Run("`make test-releases`", "not run", "2026-11-29"),
-    "0.5.22": Run("the bridge and a server", "not run", "2026-11-29"),
+    "0.5.18": Run("`make test-releases`", "not run", "2026-12-01"),
+    "0.5.19": Run("`make test-releases`", "not run", "2026-12-01"),
+    "0.5.20": Run("`make test-releases`", "not run", "2026-12-01"),
+    "0.5.21": Run("`make test-releases`", "not run", "2026-12-01"),
+    "0.5.22": Run("`make test-releases`", "not run", "2026-12-01"),
     "0.5.23": Run("all tests, in CI", "all tests, H200", "with every change"),
 }
 """Releases that tests ran with, oldest first (docs/support.md). CI runs the oldest and the newest, `make test-releases` each of them."""
