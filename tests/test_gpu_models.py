@@ -249,7 +249,7 @@ def test_latents(heads: int, kv: str, gpu_model: Path, tmp_path: Path) -> None:
     cases = {"fa3": ("fa3", mixing, {}), "pat": ("pat", mixing, CHECKED)}
 
     def warm(server: Server) -> None:
-        # As in `test_fp8_kv`: what is cached must be the same.
+        # As in `test_fp8_kv`: what is cached must be the same. Then there is nothing left to chunk or to mix.
         if kv != "auto":
             generate_all(server, prompts, concurrency=1, tokens=1)
 
@@ -260,10 +260,11 @@ def test_latents(heads: int, kv: str, gpu_model: Path, tmp_path: Path) -> None:
         # SGLang mixes requests without log-probabilities only.
         for logprobs in (True, False):
             warm(servers["pat"])
-            # FA3's prefill, in both servers, reads a request's own tokens in 16 bits or in 8, by the batch: first tokens parted where they
-            # lead by 0.25, and by 0.47 where caches differed (an H200, 2026-12-01).
-            close = 0.25 if kv == "auto" else 0.5
-            assert_agree(generate_all(servers["pat"], prompts, logprobs=logprobs), expected, close=close, least=0.04)
+            # First tokens are FA3's in both servers. With FP8 they parted where they lead by 0.25, and by 0.47 where caches differed (an H200,
+            # 2026-12-01), perhaps as FA3's prefill has a request's own tokens in 16 bits or in 8, by the batch.
+            fp8 = kv != "auto"
+            answers = generate_all(servers["pat"], prompts, logprobs=logprobs)
+            assert_agree(answers, expected, close=0.25, least=0.04, beyond=fp8, first_close=0.5 if fp8 else 0)
             flush(servers["pat"])
         log = servers["pat"].log.read_text()
         if heads == 64 and kv == "auto":
