@@ -68,7 +68,8 @@ class Record(msgspec.Struct):
     `mean_tpot_ms` has each request once, those of three tokens too, `mean_itl_ms` each token. `step_ms` is what decode steps
     took at the end of the run, by the server's own log, while nothing was prefilled and as many requests ran as ever.
     `kv` is the format of the KV cache if one was named, `pool` how many tokens it holds, `running` the most requests that ran at once.
-    `date`, `model`: a file may have runs of several days and models. `drafts`: SGLang's name of their algorithm; empty without.
+    `date`, `machine`, `server` (SGLang's flags), `model`: a file may have runs of several days, hosts and models. `drafts`: SGLang's name of their
+    algorithm; empty without.
     """
 
     workload: str
@@ -87,6 +88,8 @@ class Record(msgspec.Struct):
     date: str = msgspec.field(default_factory=lambda: str(datetime.date.today()))
     model: str = ""
     drafts: str = ""
+    machine: str = ""
+    server: list[str] = []
 
 
 def bench_serving(
@@ -338,7 +341,8 @@ def main() -> None:
                     continue
                 for record in run(server, backend, workload, arguments):
                     record.kv, record.pool, record.model = kv, server.pool(), arguments.model.name
-                    record.drafts = drafts_of(arguments.server)
+                    record.drafts, record.server = drafts_of(arguments.server), arguments.server
+                    record.machine = result["device"]["machine"]
                     result["records"].append(msgspec.to_builtins(record))
                     print(record, flush=True)
                     # After each one: a run that is cut short keeps what it has.

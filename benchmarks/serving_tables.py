@@ -244,6 +244,10 @@ def serving_models() -> str:
     return by_workload({name: f", {what}" for name, what in OF_MODELS.items()})
 
 
+FORMS = {"fp8_e4m3": "FP8"}
+"""What tables call formats of KV."""
+
+
 def served(results: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Each workload with the records of all backends; where a file has several formats of KV, each one's apart."""
     for name, what in results.items():
@@ -252,7 +256,7 @@ def served(results: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]
             groups.setdefault((record["workload"], record["rate"], record.get("kv")), []).append(record)
         several = len({kv for *_, kv in groups}) > 1
         for (workload, rate, kv), group in groups.items():
-            form = ", FP8 KV" if several and kv == "fp8_e4m3" else ""
+            form = f", {FORMS.get(kv, kv)} KV" if several and kv not in (None, "bfloat16") else ""
             # Alone where the others' run was cut short.
             if len(group) > 1:
                 yield f"`{workload}`{f', {rate:g}/s' if rate else ''}{what}{form}", group
