@@ -19,7 +19,7 @@ import mtp
 import pytest
 from conftest import NGRAMS, assert_sound, drafts
 from gpu_servers import CHECKED, POOL, WITHOUT_PREFILL_GRAPHS, cached, serving
-from near_ties import CLOSE, TOKENS, Answer, assert_agree, generate_all, parted
+from near_ties import CLOSE, TOKENS, Answer, assert_agree, fill_cache, generate_all, parted
 
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
@@ -194,8 +194,7 @@ def test_the_recipe_for_agents(gpu_model: Path, tmp_path: Path) -> None:
     }
     with serving(model, cases, flags, tmp_path) as servers:
         for server in servers.values():
-            # What is cached must be the same, as in test_fp8_kv.
-            generate_all(server, prompts, concurrency=1, tokens=1)
+            fill_cache(server, prompts)
         server = servers.pop("recipe")
         expected = {case: generate_all(other, prompts) for case, other in servers.items()}
         assert len({tuple(answer.ids) for answer in expected["plain"]}) > len(prompts) / 2, (
