@@ -45,7 +45,8 @@ M, DIMS, LARGE_DIMS = costs.Measured, costs.DIMS, costs.LARGE_DIMS
 KERNELS = {
     "h200": {
         M(DIMS): "kernels-h200.json", M(DIMS, 8): "kernels-fp8-h200.json", M(DIMS, 16, 4): "verify-h200.json", M(DIMS, 8, 4): "verify-fp8-h200.json",
-        **{M(LARGE_DIMS, bits, tokens): "kernels-dim256-h200.json" for bits in (16, 8) for tokens in (1, 4)}, M(costs.LATENT_DIMS): "mla-h200.json",
+        **{M(LARGE_DIMS, bits, tokens): "kernels-dim256-h200.json" for bits in (16, 8) for tokens in (1, 4)},
+        **{M(costs.LATENT_DIMS, bits): "mla-h200.json" for bits in (16, 8)},
     },
     "h100": {M(DIMS): "kernels-h100.json"},
 }  # fmt: skip
@@ -118,6 +119,11 @@ def is_of(record: dict[str, Any], measured: costs.Measured) -> bool:
     return (record.get("dim", DIMS[0]), record.get("v_dim", DIMS[1])) == measured.dims
 
 
+def rival_us(rivals: dict[str, float], backend: str) -> float | None:
+    """Of latents of 8 bits there are also times without the copy of the whole pool, which says more of the pool than of the batch."""
+    return rivals.get(f"{backend}_copied", rivals.get(backend))
+
+
 def kernels(file: str, gpu: costs.Gpu) -> dict[str, Any]:
     """The coefficients of each backend's kernels, and how far off they are."""
     records = [record for record in tables.load(file)["records"] if is_of(record, gpu.measured)]
@@ -125,7 +131,7 @@ def kernels(file: str, gpu: costs.Gpu) -> dict[str, Any]:
     found = {}
     for backend in ("pat", *gpu.baselines):
         names = OF_PAT if backend == "pat" else costs.Baseline.__struct_fields__
-        times = [record["pat_us"] if backend == "pat" else record["rivals"].get(backend) for record, _ in known]
+        times = [record["pat_us"] if backend == "pat" else rival_us(record["rivals"], backend) for record, _ in known]
         timed = [(numbers[backend], us) for (_, numbers), us in zip(known, times, strict=True) if us]
         coefficients, error = fit(*map(list, zip(*timed, strict=True)))
         found[backend] = {**dict(zip(names, coefficients, strict=True)), "error": error}

@@ -1077,7 +1077,13 @@ def test_mla(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result["batches"][0]["attention_us"]) == {"fa3", "flashinfer", "pat"}
-    for flag in (("--gpu", "h100"), ("--kv-cache-dtype", "fp8_e4m3"), ("--draft-tokens", "4")):
-        assert "on an H200 with KV of 16 bits and without drafts only" in sentence(capsys, *command, *flag)
+    copies = "copies the whole pool to 16 bits"
+    assert not any(copies in said for said in result["assumptions"])
+    assert cli.main([*command, "--json", "--kv-cache-dtype", "fp8_e4m3"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["batches"][0]["attention_us"]) == {"fa3", "pat"}
+    assert any(copies in said for said in result["assumptions"])
+    for flag in (("--gpu", "h100"), ("--draft-tokens", "4")):
+        assert "on an H200 and without drafts only" in sentence(capsys, *command, *flag)
     write(tmp_path / "config.json", [latents | {"num_attention_heads": 64, "num_key_value_heads": 64}])
     assert "MLA with 64 heads on a GPU packs nothing" in sentence(capsys, *command)

@@ -243,6 +243,8 @@ def _verdict(rows: list[Row], baseline: str) -> str:
 def _of_times(kinds: list[tuple[int, int, int]], model: Model, gpu: costs.Gpu) -> Iterator[str]:
     """What is assumed about times, of layers with these dimensions and windows."""
     dims, tokens = gpu.measured.dims, gpu.measured.tokens
+    if gpu.measured == costs.Measured(costs.LATENT_DIMS, 8):
+        yield f"FA3's time leaves out that SGLang copies the whole pool to 16 bits for it, in each layer and step: {costs.POOL_COPY_MS} ms for 1,000,000 tokens. FlashMLA, which copies nothing, is not in the table."
     if any(kind != (*dims, 0) for kind in kinds):
         yield f"These times are of heads of {dims[0]} without windows: other layers are taken to be as fast per byte."
     if model.weight_bytes is not None and tokens == 1:
