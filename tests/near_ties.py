@@ -56,24 +56,23 @@ def fill_cache(server: Server, prompts: list[str]) -> None:
 
 
 def assert_agree(
-    answers: list[Answer], expected: list[Answer], close: float = CLOSE, least: float = 0.25, beyond: bool = False, first_close: float = 0,
+    answers: list[Answer], expected: list[Answer], close: float = CLOSE, least: float = 0.25, beyond: bool = False,
 ) -> None:  # fmt: skip
     """Each answer is the expected one, up to a step where two tokens are close; so far must be at least so much of all. `beyond` goes on there while
-    the tokens are the same. First tokens, which are prefill's, may be `first_close` if that is more."""
+    the tokens are the same."""
     compared = total = 0
     for answer, right in zip(answers, expected, strict=True):
         known = len(answer.likeliest) == len(answer.ids)  # see `generate`
         total += len(right.ids)
         for step, (first, second) in enumerate(right.likeliest):
             compared += 1
-            near = max(close, first_close) if step == 0 else close
-            same, tie = answer.ids[step] == right.ids[step], first[0] - second[0] < near
+            same, tie = answer.ids[step] == right.ids[step], first[0] - second[0] < close
             assert same or tie, (step, first, second)
             if tie and not (same and beyond):
                 break
             if known:
                 found = answer.likeliest[step][0][0]
-                assert found == pytest.approx(first[0], abs=near), (step, found, first, second)
+                assert found == pytest.approx(first[0], abs=close), (step, found, first, second)
     assert compared > least * total, "too few tokens to prove anything"
 
 

@@ -255,10 +255,13 @@ def test_latents(heads: int, kv: str, gpu_model: Path, tmp_path: Path) -> None:
         for logprobs in (True, False):
             if fp8:  # then there is nothing left to chunk or to mix
                 fill_cache(servers["pat"], prompts)
-            # First tokens are FA3's in both servers. With FP8 they parted where they lead by 0.25, and by 0.47 where caches differed (an H200,
-            # 2026-12-01), perhaps as FA3's prefill has a request's own tokens in 16 bits or in 8, by the batch.
             answers = generate_all(servers["pat"], prompts, logprobs=logprobs)
-            assert_agree(answers, expected, close=0.25, least=0.04, beyond=fp8, first_close=0.5 if fp8 else 0)
+            if fp8:
+                # What is rounded to 8 bits differs by the batch, and so may the experts that a token gets: of 56 answers none or one parts where a token
+                # leads by 0.25 to 0.5 (an H200, 2026-12-01), at first tokens too, which are FA3's in both servers.
+                assert parted(answers, expected, close=0.25, beyond=True) < len(prompts) / 16
+            else:
+                assert_agree(answers, expected, close=0.25, least=0.04)
             flush(servers["pat"])
         log = servers["pat"].log.read_text()
         if heads == 64 and not fp8:
