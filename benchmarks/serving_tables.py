@@ -249,14 +249,16 @@ FORMS = {"fp8_e4m3": "FP8"}
 
 
 def served(results: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Each workload with the records of all backends; where a file has several formats of KV, each one's apart."""
+    """Each workload with the records of all backends; each format of KV apart, and each kind of drafts."""
     for name, what in results.items():
         groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for record in load(name)["records"]:
-            groups.setdefault((record["workload"], record["rate"], record.get("kv")), []).append(record)
-        several = len({kv for *_, kv in groups}) > 1
-        for (workload, rate, kv), group in groups.items():
+            served_with = record.get("kv"), record.get("drafts")
+            groups.setdefault((record["workload"], record["rate"], *served_with), []).append(record)
+        several = len({kv for _, _, kv, _ in groups}) > 1
+        for (workload, rate, kv, drafts), group in groups.items():
             form = f", {FORMS.get(kv, kv)} KV" if several and kv not in (None, "bfloat16") else ""
+            form += f", {drafts} drafts" if drafts else ""
             # Alone where the others' run was cut short.
             if len(group) > 1:
                 yield f"`{workload}`{f', {rate:g}/s' if rate else ''}{what}{form}", group
