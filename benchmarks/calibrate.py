@@ -120,7 +120,7 @@ def is_of(record: dict[str, Any], measured: costs.Measured) -> bool:
 
 
 def rival_us(rivals: dict[str, float], backend: str) -> float | None:
-    """Of latents of 8 bits there are also times without the copy of the whole pool, which says more of the pool than of the batch."""
+    """Microseconds; of FP8 latents without the copy of the pool, which does not depend on the batch."""
     return rivals.get(f"{backend}_copied", rivals.get(backend))
 
 

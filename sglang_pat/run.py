@@ -20,12 +20,13 @@ def main() -> None:
         sys.exit("give a script: python -m sglang_pat.run train.py")
     script = Path(sys.argv[1])
     if not script.is_file():
-        sys.exit(f"there is no script {printable(str(script))}")
+        sys.exit(f"there is no script {printable(str(script))} (modules, `-m`, are not run)")
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
     del sys.argv[0]
-    sys.path[0] = str(script.resolve().parent)
+    if not sys.flags.safe_path:
+        sys.path[0] = str(script.resolve().parent)
     runpy.run_path(str(script), run_name="__main__")
 
 

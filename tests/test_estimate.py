@@ -1083,6 +1083,8 @@ def test_mla(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     result = json.loads(capsys.readouterr().out)
     assert set(result["batches"][0]["attention_us"]) == {"fa3", "pat"}
     assert any(copies in said for said in result["assumptions"])
+    assert result["verdict"].startswith("Attention compared with FA3 without its copies of the pool: ")
+    assert "with --kv-cache-dtype fp8_e4m3 and auto" in sentence(capsys, *command, "--kv-cache-dtype", "fp8_e5m2")
     for flag in (("--gpu", "h100"), ("--draft-tokens", "4")):
         assert "on an H200 and without drafts only" in sentence(capsys, *command, *flag)
     write(tmp_path / "config.json", [latents | {"num_attention_heads": 64, "num_key_value_heads": 64}])

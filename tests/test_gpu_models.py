@@ -257,9 +257,10 @@ def test_latents(heads: int, kv: str, gpu_model: Path, tmp_path: Path) -> None:
                 fill_cache(servers["pat"], prompts)
             answers = generate_all(servers["pat"], prompts, logprobs=logprobs)
             if fp8:
-                # What is rounded to 8 bits differs by the batch, and so may the experts that a token gets: of 56 answers none or one parts where a token
-                # leads by 0.25 to 0.5 (an H200, 2026-12-01), at first tokens too, which are FA3's in both servers.
-                assert parted(answers, expected, close=0.25, beyond=True) < len(prompts) / 16
+                # An H200, 2026-12-01: of 56 answers none or one differed where a token led by more than 0.25, none by 0.5; in other runs at leads of up to
+                # 0.47, first tokens too, which are FA3's in both servers. Perhaps as what is rounded to 8 bits differs by the batch.
+                assert parted(answers, expected, close=0.25, beyond=True) <= 2
+                assert not parted(answers, expected, close=0.5, beyond=True)
             else:
                 assert_agree(answers, expected, close=0.25, least=0.04)
             flush(servers["pat"])

@@ -3,6 +3,7 @@ its plugins."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from sglang_pat import platform
 from sglang_pat.demo.server import Server
 
 PARSES = """
-import argparse, json, sys
+import argparse, json, multiprocessing, sys
 import beside
 from sglang.srt.server_args import ServerArgs
 
@@ -23,8 +24,16 @@ parser = argparse.ArgumentParser()
 plain = parser.add_argument
 parser.add_argument = lambda *flags, **how: plain(*("--sglang-" + flag.lstrip("-") for flag in flags), **{k: v for k, v in how.items() if k != "dest"})
 ServerArgs.add_cli_args(parser)
+
+def child(number):
+    print(json.dumps(["child", number, beside.NUMBER]), flush=True)
+
 if __name__ == "__main__":
-    print(json.dumps([parser.parse_args().sglang_attention_backend, sys.argv[1:], beside.NUMBER]))
+    print(json.dumps([parser.parse_args().sglang_attention_backend, sys.argv[1:], beside.NUMBER]), flush=True)
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(3,))
+    process.start()
+    process.join()
+    sys.exit(4 + process.exitcode)
 """
 
 SERVES = """
@@ -50,8 +59,10 @@ if __name__ == "__main__":
 """
 
 
-def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sglang_pat.run", *words]
+def run(
+    *words: str, cwd: Path, through: tuple[str, ...] = ("-m", "sglang_pat.run")
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *through, *words]
     return subprocess.run(
         command, cwd=cwd, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
     )
@@ -63,9 +74,11 @@ def test_flags_that_a_script_parses(tmp_path: Path) -> None:
     (folder / "train.py").write_text(PARSES)
     (folder / "beside.py").write_text("NUMBER = 7")
     flags = ["--sglang-model-path", "model", "--sglang-attention-backend", "pat"]
+    plainly = run("trainer/train.py", *flags, cwd=tmp_path, through=())
+    assert plainly.returncode == 2 and "invalid choice: 'pat'" in plainly.stderr
     found = run("trainer/train.py", *flags, cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines()[-1] == '["pat", ["{}"], 7]'.format('", "'.join(flags))
+    assert found.returncode == 4, found.stderr
+    assert list(map(json.loads, found.stdout.splitlines()[-2:])) == [["pat", flags, 7], ["child", 3, 7]]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,10 @@ class Measured(NamedTuple):
     tokens: int = 1
 
 
+LATENTS_8BIT = Measured(LATENT_DIMS, 8)
+"""Where SGLang's backends for FA3 and FlashInfer copy the whole pool, which no coefficient counts."""
+
+
 class Gpu(msgspec.Struct, frozen=True):
     """Coefficients of a GPU for KV of so many bits and heads of such dimensions, fitted by `python benchmarks/calibrate.py`; times in microseconds.
 
@@ -122,15 +126,15 @@ _MEASURED = {
         # Of as many heads as are packed. What others than PAT take does not depend on them.
         fitted(H200, Measured(LATENT_DIMS), (15.11, 0.826, 1.260), fa3=(19.58, 0.988, 0.773, 4.106), flashinfer=(31.95, 0.933, 0.780, 0.0)),
         # Without the copies of the pool (`POOL_COPY_MS`).
-        fitted(H200, Measured(LATENT_DIMS, 8), (8.94, 1.000, 1.296), fa3=(20.00, 1.962, 1.524, 4.451)),
+        fitted(H200, LATENTS_8BIT, (8.94, 1.000, 1.296), fa3=(20.00, 1.962, 1.524, 4.451)),
     ),
     "h100": (H100,),
 }  # fmt: skip
 GPUS = {name: {gpu.measured: gpu for gpu in gpus} for name, gpus in _MEASURED.items()}
 """By name: only what was measured."""
 POOL_COPY_MS = 1.7
-"""Of 1,000,000 tokens of MLA's FP8 latents, which SGLang's backends for FA3 and FlashInfer copy to 16 bits in each layer and step: 0.85 ms of 500,000
-(results/mla-h200.json, `fa3` less `fa3_copied`; 16 heads, H200)."""
+"""Milliseconds that a copy of 1,000,000 FP8 latents to 16 bits takes, at least: 0.85 to 0.90 of 500,000 (results/mla-h200.json, `fa3` less
+`fa3_copied`; 16 heads, H200)."""
 NAMES = {"fa3": "FA3", "flashinfer": "FlashInfer", "pat": "PAT"}
 AT_A_TIME = 256
 """Requests of a job that are shown together."""
@@ -149,6 +153,10 @@ def gpu_for(model: Model, name: str, kv: KVFormat, tokens: int) -> Gpu:
     else:
         dims = LARGE_DIMS if all(spec.head_dim > DIMS[0] for spec in model.layers) else DIMS
     measured = Measured(dims, kv.bits, tokens)
+    if measured == LATENTS_8BIT and kv.name != "float8_e4m3fn":
+        raise EstimateError(
+            "MLA was measured with --kv-cache-dtype fp8_e4m3 and auto: SGLang decodes others with Triton"
+        )
     if measured in GPUS[name]:
         return GPUS[name][measured]
     if dims == LATENT_DIMS:

@@ -139,7 +139,7 @@ def estimate(
             for spec, count in layers.items()
         ],
         batches=rows,
-        verdict=f"{_verdict(rows, baseline)}{_memory(rows, model, gpu)}",
+        verdict=f"{_verdict(rows, baseline, gpu)}{_memory(rows, model, gpu)}",
         assumptions=[
             "One GPU; with --tp-size the gain is smaller.",
             _side_by_side(prompts),
@@ -228,7 +228,7 @@ def _listed(words: list[str]) -> str:
     return " and ".join([", ".join(words[:-1])] * (len(words) > 1) + words[-1:])
 
 
-def _verdict(rows: list[Row], baseline: str) -> str:
+def _verdict(rows: list[Row], baseline: str, gpu: costs.Gpu) -> str:
     """The table in words. A gain that rounds to 1.0 is none: without sharing, estimated gains of steps are up to 0.04 off (benchmarks/calibrate.py)."""
     sizes: dict[str, list[str]] = {}
     for row in rows:
@@ -237,14 +237,18 @@ def _verdict(rows: list[Row], baseline: str) -> str:
         sizes.setdefault("no gain" if ratio == "1.0" else words, []).append(f"{row.batch:,}")
     parts = [f"{gain} with {_listed(batches)}" for gain, batches in sizes.items()]
     parts[0] += " request at once" if next(iter(sizes.values())) == ["1"] else " requests at once"
-    return f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {costs.NAMES[baseline]}: {', '.join(parts)}."
+    what = f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {costs.NAMES[baseline]}"
+    return f"{what}{' without its copies of the pool' * (gpu.measured == costs.LATENTS_8BIT)}: {', '.join(parts)}."
 
 
 def _of_times(kinds: list[tuple[int, int, int]], model: Model, gpu: costs.Gpu) -> Iterator[str]:
     """What is assumed about times, of layers with these dimensions and windows."""
     dims, tokens = gpu.measured.dims, gpu.measured.tokens
-    if gpu.measured == costs.Measured(costs.LATENT_DIMS, 8):
-        yield f"FA3's time leaves out that SGLang copies the whole pool to 16 bits for it, in each layer and step: {costs.POOL_COPY_MS} ms for 1,000,000 tokens. FlashMLA, which copies nothing, is not in the table."
+    if gpu.measured == costs.LATENTS_8BIT:
+        yield (
+            f"For FA3 SGLang copies the whole pool to 16 bits, in each layer and step: {costs.POOL_COPY_MS} ms for 1,000,000 tokens, which its time here leaves out."
+        )
+        yield "FlashMLA, which copies nothing, is not in the table."
     if any(kind != (*dims, 0) for kind in kinds):
         yield f"These times are of heads of {dims[0]} without windows: other layers are taken to be as fast per byte."
     if model.weight_bytes is not None and tokens == 1:
@@ -257,5 +261,8 @@ def _of_times(kinds: list[tuple[int, int, int]], model: Model, gpu: costs.Gpu) -
         else:
             yield "What a step of this model takes beside attention is not known: it has experts, latents, or layers without KV."
         # By the kernels' results (docs/estimate.md, "How far off is it?").
-        yield "Attention's times are 3 to 11 % off in the median, up to 40 at worst: for hundreds of short requests that share nothing PAT's are too low."
+        if dims == costs.LATENT_DIMS:
+            yield "Attention's times are 1 to 5 % off in the median, up to 11 at worst."
+        else:
+            yield "Attention's times are 3 to 11 % off in the median, up to 40 at worst: for hundreds of short requests that share nothing PAT's are too low."
     yield "Clients see a longer time per token than a step: they wait for the prefill of other requests too."
