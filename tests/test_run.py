@@ -16,7 +16,7 @@ from sglang_pat import platform
 from sglang_pat.demo.server import Server
 
 PARSES = """
-import argparse, json, multiprocessing, sys
+import argparse, json, multiprocessing, os, sys
 import beside
 from sglang.srt.server_args import ServerArgs
 
@@ -29,7 +29,9 @@ def child(number):
     print(json.dumps(["child", number, beside.NUMBER]), flush=True)
 
 if __name__ == "__main__":
-    print(json.dumps([parser.parse_args().sglang_attention_backend, sys.argv[1:], beside.NUMBER]), flush=True)
+    os.chdir("/")
+    assert "train.py" in open(__file__).name
+    print(json.dumps([parser.parse_args().sglang_attention_backend, sys.argv, beside.NUMBER]), flush=True)
     process = multiprocessing.get_context("spawn").Process(target=child, args=(3,))
     process.start()
     process.join()
@@ -78,16 +80,34 @@ def test_flags_that_a_script_parses(tmp_path: Path) -> None:
     assert plainly.returncode == 2 and "invalid choice: 'pat'" in plainly.stderr
     found = run("trainer/train.py", *flags, cwd=tmp_path)
     assert found.returncode == 4, found.stderr
-    assert list(map(json.loads, found.stdout.splitlines()[-2:])) == [["pat", flags, 7], ["child", 3, 7]]
+    assert list(map(json.loads, found.stdout.splitlines()[-2:])) == [
+        ["pat", [str(folder / "train.py"), *flags], 7],
+        ["child", 3, 7],
+    ]
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), [([], "give a script"), (["no.py"], "there is no script no.py"), (["."], "there is no script .")]
+    ("words", "says"),
+    [
+        ([], "give a script"),
+        (["-m", "train"], "give a script"),
+        (["--help"], "give a script"),
+        (["no.py"], "there is no script no.py"),
+        (["."], "there is no script ."),
+    ],
 )
 def test_no_script(words: list[str], says: str, tmp_path: Path) -> None:
     found = run(*words, cwd=tmp_path)
-    assert found.returncode == 1
+    assert found.returncode == 2
     assert found.stderr.startswith(says) and len(found.stderr.splitlines()) == 1
+
+
+def test_plugins_that_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    (tmp_path / "train.py").write_text("print('ran')")
+    found = run("train.py", cwd=tmp_path)
+    assert found.returncode == 2 and "ran" not in found.stdout
+    assert found.stderr.splitlines()[-1] == "SGLang did not load sglang-pat: `sglang-pat doctor` says why"
 
 
 @pytest.mark.server

@@ -47,7 +47,9 @@ class Measured(NamedTuple):
 
 
 LATENTS_8BIT = Measured(LATENT_DIMS, 8)
-"""Where SGLang's backends for FA3 and FlashInfer copy the whole pool, which no coefficient counts."""
+"""Where SGLang's backends for FA3 and FlashInfer copy the whole pool to 16 bits in each layer, which is no part of their coefficients."""
+COPY_US = 0.0017
+"""Microseconds of that copy for each token of the pool, at least: 850 to 900 of 500,000 (results/mla-h200.json, `fa3` less `fa3_copied`; 16 heads, H200)."""
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -125,16 +127,12 @@ _MEASURED = {
         fitted(H200, Measured(LARGE_DIMS, 8, 4), (13.47, 0.973, 1.315), fa3=(22.57, 1.281, 1.197, 4.821), flashinfer=(16.56, 2.846, 2.741, 3.452)),
         # Of as many heads as are packed. What others than PAT take does not depend on them.
         fitted(H200, Measured(LATENT_DIMS), (15.11, 0.826, 1.260), fa3=(19.58, 0.988, 0.773, 4.106), flashinfer=(31.95, 0.933, 0.780, 0.0)),
-        # Without the copies of the pool (`POOL_COPY_MS`).
         fitted(H200, LATENTS_8BIT, (8.94, 1.000, 1.296), fa3=(20.00, 1.962, 1.524, 4.451)),
     ),
     "h100": (H100,),
 }  # fmt: skip
 GPUS = {name: {gpu.measured: gpu for gpu in gpus} for name, gpus in _MEASURED.items()}
 """By name: only what was measured."""
-POOL_COPY_MS = 1.7
-"""Milliseconds that a copy of 1,000,000 FP8 latents to 16 bits takes, at least: 0.85 to 0.90 of 500,000 (results/mla-h200.json, `fa3` less
-`fa3_copied`; 16 heads, H200)."""
 NAMES = {"fa3": "FA3", "flashinfer": "FlashInfer", "pat": "PAT"}
 AT_A_TIME = 256
 """Requests of a job that are shown together."""
@@ -219,6 +217,8 @@ def step(batch: Batch, configs: list[tuple[PackConfig, int]], gpu: Gpu) -> Step:
     """
     result = Step(0, 0, 0, dict.fromkeys([*gpu.baselines, "pat"], 0.0))
     tokens = sum(batch.seq_lens) - repeated(batch.roots)
+    # A pool has at least the batch's tokens.
+    copy = COPY_US * tokens if gpu.measured == LATENTS_8BIT else 0
     for config, layers in configs:
         found, seen = inspect(batch, config), in_windows(batch, config.window)
         token_bytes = layers * config.cost.token_bytes
@@ -227,7 +227,7 @@ def step(batch: Batch, configs: list[tuple[PackConfig, int]], gpu: Gpu) -> Step:
         # KV that every window has left behind can be dropped.
         result.kept_bytes += token_bytes * min(tokens, sum(seen.seq_lens) - repeated(seen.roots))
         for name, baseline in gpu.baselines.items():
-            result.attention_us[name] += layers * unpacked_us(seen, config, gpu, baseline)
+            result.attention_us[name] += layers * (unpacked_us(seen, config, gpu, baseline) + copy)
         result.attention_us["pat"] += layers * attention_us(found, gpu)
     return result
 

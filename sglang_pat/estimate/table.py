@@ -70,6 +70,7 @@ class Estimate(msgspec.Struct):
         backends = list(self.batches[0].attention_us)
         times = ["attention a layer, us"] + ["step, ms"] * (self.batches[0].step_ms is not None)
         widths = [max(7, len(costs.NAMES[name]) + 2) for name in backends]
+        widths[0] = max(widths[0], len(times[0]) + 2 - sum(widths[1:]))
         if self.source:
             yield self.source
         yield from (f"warning: {warning}" for warning in self.warnings)
@@ -139,7 +140,7 @@ def estimate(
             for spec, count in layers.items()
         ],
         batches=rows,
-        verdict=f"{_verdict(rows, baseline, gpu)}{_memory(rows, model, gpu)}",
+        verdict=f"{_verdict(rows, baseline)}{_memory(rows, model, gpu)}",
         assumptions=[
             "One GPU; with --tp-size the gain is smaller.",
             _side_by_side(prompts),
@@ -228,7 +229,7 @@ def _listed(words: list[str]) -> str:
     return " and ".join([", ".join(words[:-1])] * (len(words) > 1) + words[-1:])
 
 
-def _verdict(rows: list[Row], baseline: str, gpu: costs.Gpu) -> str:
+def _verdict(rows: list[Row], baseline: str) -> str:
     """The table in words. A gain that rounds to 1.0 is none: without sharing, estimated gains of steps are up to 0.04 off (benchmarks/calibrate.py)."""
     sizes: dict[str, list[str]] = {}
     for row in rows:
@@ -237,8 +238,7 @@ def _verdict(rows: list[Row], baseline: str, gpu: costs.Gpu) -> str:
         sizes.setdefault("no gain" if ratio == "1.0" else words, []).append(f"{row.batch:,}")
     parts = [f"{gain} with {_listed(batches)}" for gain, batches in sizes.items()]
     parts[0] += " request at once" if next(iter(sizes.values())) == ["1"] else " requests at once"
-    what = f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {costs.NAMES[baseline]}"
-    return f"{what}{' without its copies of the pool' * (gpu.measured == costs.LATENTS_8BIT)}: {', '.join(parts)}."
+    return f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {costs.NAMES[baseline]}: {', '.join(parts)}."
 
 
 def _of_times(kinds: list[tuple[int, int, int]], model: Model, gpu: costs.Gpu) -> Iterator[str]:
@@ -246,9 +246,9 @@ def _of_times(kinds: list[tuple[int, int, int]], model: Model, gpu: costs.Gpu) -
     dims, tokens = gpu.measured.dims, gpu.measured.tokens
     if gpu.measured == costs.LATENTS_8BIT:
         yield (
-            f"For FA3 SGLang copies the whole pool to 16 bits, in each layer and step: {costs.POOL_COPY_MS} ms for 1,000,000 tokens, which its time here leaves out."
+            f"For FA3 SGLang copies the whole pool to 16 bits in each layer, {1e3 * costs.COPY_US:.1f} ms for 1,000,000 tokens: its times are those of a pool that holds no more than these requests."
         )
-        yield "FlashMLA, which copies nothing, is not in the table."
+        yield "FlashMLA copies nothing, and may be faster where little is shared: it is not in the table."
     if any(kind != (*dims, 0) for kind in kinds):
         yield f"These times are of heads of {dims[0]} without windows: other layers are taken to be as fast per byte."
     if model.weight_bytes is not None and tokens == 1:
