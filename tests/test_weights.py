@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -269,23 +270,37 @@ def test_an_engine_takes_tensors_and_broadcasts(
     models: dict[str, Path], prompts: list[str], expected: dict[str, Rollouts], tmp_path: Path
 ) -> None:
     """From the trainer's process, and from a process group of both."""
-    script, out, log = tmp_path / "engine.py", tmp_path / "out", tmp_path / "log"
-    script.write_text(ENGINE)
-    command = [
-        sys.executable,
-        str(script),
-        str(models["A"]),
-        str(models["B"]),
-        json.dumps(prompts),
-        str(TOKENS),
-        str(out),
-    ]
+    command, log = engine(models["A"], models["B"], prompts, tmp_path, "cpu"), tmp_path / "log"
     assert ForkedProcess(command, {**os.environ, **CHECKED}, log).wait(600) == 0, log.read_text()
-    answers, counters = json.loads(out.read_text())
+    answers, counters = json.loads((tmp_path / "out").read_text())
     right = {weights: [samples[0] for samples in expected[weights]] for weights in "AB"}
     assert answers == [right[weights] for weights in "ABABA"]
     assert (counters["fallbacks"], counters["faults"], counters["bound"]) == (0, 0, 0)
     assert counters["kv_bytes"] < 0.9 * counters["kv_bytes_unpacked"]
+
+
+@pytest.mark.gpu
+def test_an_engine_on_a_gpu_takes_tensors_and_broadcasts(
+    on_gpu: dict[str, tuple[Path, list[Answer]]], prompts: list[str], tmp_path: Path
+) -> None:
+    """In CUDA graphs, which read weights where they were when they were captured."""
+    command = engine(on_gpu["A"][0], on_gpu["B"][0], prompts, tmp_path, "cuda")
+    subprocess.run(command, env={**os.environ, **CHECKED}, timeout=600, check=True)
+    answers, counters = json.loads((tmp_path / "out").read_text())
+    for weights, ids in zip("ABABA", answers, strict=True):
+        assert_agree([Answer(one, []) for one in ids], on_gpu[weights][1])
+    assert (counters["fallbacks"], counters["faults"], counters["bound"]) == (0, 0, 0)
+    assert counters["kv_bytes"] < 0.9 * counters["kv_bytes_unpacked"]
+
+
+def engine(model: Path, other: Path, prompts: list[str], folder: Path, device: str) -> list[str]:
+    """The command of ENGINE, which writes `out` to the folder."""
+    script = folder / "engine.py"
+    script.write_text(ENGINE)
+    return [
+        sys.executable, str(script), str(model), str(other), json.dumps(prompts), str(TOKENS), str(folder / "out"), device,
+        "float32" if device == "cpu" else "float16",
+    ]  # fmt: skip
 
 
 ENGINE = """
@@ -314,10 +329,12 @@ def broadcast(weights, group):
         torch.distributed.broadcast(weight, src=0, group=group)
 
 if __name__ == "__main__":
-    weights = [load_file(Path(folder) / "model.safetensors") for folder in sys.argv[1:3]]
-    prompts, tokens, out = json.loads(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5])
-    engine = sglang.Engine(model_path=sys.argv[1], attention_backend="pat", dtype="float32", grammar_backend="none",
-                           max_total_tokens=20000, nccl_port=free_port())
+    prompts, tokens, out, device, dtype = json.loads(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]), *sys.argv[6:]
+    weights = [{name: weight.to(device, getattr(torch, dtype)) for name, weight in load_file(Path(folder) / "model.safetensors").items()}
+               for folder in sys.argv[1:3]]
+    flags = {"mem_fraction_static": 0.5} if device == "cpu" else {"mem_fraction_static": 0.15, "disable_prefill_cuda_graph": True}
+    engine = sglang.Engine(model_path=sys.argv[1], attention_backend="pat", dtype=dtype, grammar_backend="none", max_total_tokens=20000,
+                           nccl_port=free_port(), **flags)
     answers = []
     def ask():
         outputs = engine.generate(prompts, {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True})
@@ -336,7 +353,7 @@ if __name__ == "__main__":
         for new in (weights[1], weights[0]):
             sent = pool.submit(broadcast, new, group.result())
             shapes = [list(weight.shape) for weight in new.values()]
-            updated(engine, lambda: engine.update_weights_from_distributed(list(new), ["float32"] * len(new), shapes, "trainer", flush_cache=False))
+            updated(engine, lambda: engine.update_weights_from_distributed(list(new), [dtype] * len(new), shapes, "trainer", flush_cache=False))
             sent.result()
             assert engine.flush_cache().success
             ask()
