@@ -21,11 +21,11 @@ HERE = Path(__file__).parent
 FOLDER = HERE.parent / ".venv-release"
 
 TESTS = {
-    "bridge": ["test_mirror.py", "test_observer.py", "test_releases.py"],
+    "bridge": ["test_mirror.py", "test_observer.py", "test_releases.py", "test_run.py"],
     "scheduler": ["test_scheduler.py", "-k", "plain or drafts"],
     "server": ["test_families.py", "-k", "exaone"],
 }
-"""What packing needs of SGLang, by what runs it: its requests and trees, its scheduler and caches, with pairs of tokens as keys too, and a whole server
+"""What packing needs of SGLang, by what runs it: its requests, trees and plugins, its scheduler and caches, with pairs of tokens as keys too, and a whole server
 with a model for which SGLang has a list of backends. Answers are compared, and must be packed."""
 
 STUBS = "cuda-tile; sys_platform == 'never'\n"
