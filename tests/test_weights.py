@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import near_ties
 import pytest
 from conftest import TOKENS, assert_sound, flush, generate_all
 from forked import ForkedProcess, ForkedServer
@@ -270,7 +271,7 @@ def test_an_engine_takes_tensors_and_broadcasts(
     models: dict[str, Path], prompts: list[str], expected: dict[str, Rollouts], tmp_path: Path
 ) -> None:
     """From the trainer's process, and from a process group of both."""
-    command, log = engine(models["A"], models["B"], prompts, tmp_path, "cpu"), tmp_path / "log"
+    command, log = engine(models["A"], models["B"], prompts, TOKENS, tmp_path, "cpu"), tmp_path / "log"
     assert ForkedProcess(command, {**os.environ, **CHECKED}, log).wait(600) == 0, log.read_text()
     right = {weights: [samples[0] for samples in expected[weights]] for weights in "AB"}
     assert answers_of(tmp_path) == [right[weights] for weights in "ABABA"]
@@ -281,18 +282,18 @@ def test_an_engine_on_a_gpu_takes_tensors_and_broadcasts(
     on_gpu: dict[str, tuple[Path, list[Answer]]], prompts: list[str], tmp_path: Path
 ) -> None:
     """In CUDA graphs, which read weights where they were when they were captured."""
-    command = engine(on_gpu["A"][0], on_gpu["B"][0], prompts, tmp_path, "cuda")
+    command = engine(on_gpu["A"][0], on_gpu["B"][0], prompts, near_ties.TOKENS, tmp_path, "cuda")
     subprocess.run(command, env={**os.environ, **CHECKED}, timeout=600, check=True)
     for weights, ids in zip("ABABA", answers_of(tmp_path), strict=True):
         assert_agree([Answer(one, []) for one in ids], on_gpu[weights][1])
 
 
-def engine(model: Path, other: Path, prompts: list[str], folder: Path, device: str) -> list[str]:
+def engine(model: Path, other: Path, prompts: list[str], tokens: int, folder: Path, device: str) -> list[str]:
     """The command of ENGINE, which writes `out` to the folder."""
     script = folder / "engine.py"
     script.write_text(ENGINE)
     return [
-        sys.executable, str(script), str(model), str(other), json.dumps(prompts), str(TOKENS), str(folder / "out"), device,
+        sys.executable, str(script), str(model), str(other), json.dumps(prompts), str(tokens), str(folder / "out"), device,
         "float32" if device == "cpu" else "float16",
     ]  # fmt: skip
 
