@@ -57,6 +57,8 @@ SHOWN = 10
 """The most failures that are printed."""
 PATIENCE = 60
 """Seconds in which a server has to be idle before a run."""
+LONGEST_WARM_UP = 600
+"""Seconds after which a run begins though some session has no answer."""
 FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError, RuntimeError)
 """What a run may end with."""
 
@@ -67,7 +69,8 @@ class Load(msgspec.Struct, frozen=True):
     Attributes:
         sessions: How many run at once, their sub-agents beside them.
         seconds: How long it is measured; requests that run at the end do not count.
-        warm_up: Seconds in front of that: all sessions begin at once, with an empty cache. Requests that were sent then do not count.
+        warm_up: Seconds in front of that, or more if some session has no answer by then: all begin at once, with an empty cache. Requests that were
+            sent then do not count. In a record what it took.
         think_factor: What the file's seconds between turns are divided by.
         longest_think: The most of what is left of them.
         context: Tokens of prompt and answer; None for all that the server takes.
@@ -194,7 +197,7 @@ class Replay:
         for one in sessions:
             if one.parent is not None:
                 self._children[one.parent, one.after_turn].append(one)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -238,16 +241,20 @@ class Replay:
         # Not before what an earlier run left is aborted.
         await self._call("POST", f"/flush_cache?timeout={PATIENCE}")
         waiting = iter(self._roots)
+        self._begin()
         with tqdm(
             total=load.seconds,
             unit="s",
             bar_format="{percentage:3.0f}%|{bar}| {n:.0f} of {total:.0f} s{postfix}",
             disable=None,
         ) as self._bar:
-            running = [self._start(self._in_turn(waiting)) for _ in range(load.sessions)]
+            answered = [asyncio.Event() for _ in range(load.sessions)]
+            running = [self._start(self._in_turn(waiting, one)) for one in answered]
             try:
                 if load.warm_up:
                     await asyncio.wait(running, timeout=load.warm_up)
+                    await self._all(answered)
+                    self._load = msgspec.structs.replace(load, warm_up=round(time.perf_counter() - self._began, 1))
                     before = await self.info()
                 self._begin()
                 done, _ = await asyncio.wait(running, timeout=load.seconds)
@@ -265,21 +272,34 @@ class Replay:
             raise RuntimeError("no turn was answered")
         return self._record(number, seconds, before, after)
 
-    def _start(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, what: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         self._tasks.append(asyncio.create_task(what))
         return self._tasks[-1]
 
-    async def _in_turn(self, waiting: Iterator[Session]) -> None:
+    async def _all(self, answered: Sequence[asyncio.Event]) -> None:
+        """Wait for these, but not forever."""
+        left = max(0, LONGEST_WARM_UP - (time.perf_counter() - self._began))
+        await asyncio.wait([self._start(one.wait()) for one in answered], timeout=left)
+        if late := sum(not one.is_set() for one in answered):
+            print(
+                f"{late} of {len(answered)} sessions had no answer in {LONGEST_WARM_UP} s: the run begins", flush=True
+            )
+
+    async def _in_turn(self, waiting: Iterator[Session], answered: asyncio.Event) -> None:
         for session in waiting:
             draw = random.Random(f"{self._load.seed} {session.session}")
-            await self._play(session, 0 if self._load.from_start else draw.randrange(len(session.turns)))
+            await self._play(session, 0 if self._load.from_start else draw.randrange(len(session.turns)), answered)
+        answered.set()
 
-    async def _play(self, session: Session, first: int) -> None:
-        """A session from its turn `first` on, and its sub-agents."""
+    async def _play(self, session: Session, first: int, answered: asyncio.Event) -> None:
+        """A session from its turn `first` on, and its sub-agents; `answered` is set when a turn was."""
         load, agents = self._load, []
         try:
             for number in range(first, len(session.turns) + 1):
-                agents += [self._start(self._play(one, 0)) for one in self._children.get((session.session, number), ())]
+                agents += [
+                    self._start(self._play(one, 0, answered))
+                    for one in self._children.get((session.session, number), ())
+                ]
                 if number == len(session.turns):
                     break
                 turn = session.turns[number]
@@ -289,6 +309,7 @@ class Replay:
                 if number > first:
                     await asyncio.sleep(min(turn.think_s / load.think_factor, load.longest_think))
                 await self._ask(session, number)
+                answered.set()
         except Exception as error:  # whatever a server does costs this session alone
             self.failed += 1
             if self.failed <= SHOWN:
@@ -371,7 +392,12 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, nargs="+", default=[8, 32], help="at once")
     parser.add_argument("--runs", type=int, default=1, help="of each, with seeds one after the other")
     parser.add_argument("--minutes", type=float, default=10, help="of each run")
-    parser.add_argument("--warm-up", type=float, default=2, help="minutes in front of that, which do not count")
+    parser.add_argument(
+        "--warm-up",
+        type=float,
+        default=2,
+        help="minutes in front of that, which do not count; more until each session has an answer",
+    )
     parser.add_argument("--think-factor", type=float, default=10, help="divides the seconds that users think")
     parser.add_argument("--longest-think", type=float, default=30, help="seconds, after that")
     parser.add_argument("--context", type=int, help="tokens that a turn may have; all that the server takes")

@@ -336,6 +336,28 @@ def test_an_answer_that_is_rubbish_costs_its_session_alone(
     assert "the file has no more sessions: fewer than 2 ran at once at the end" in said
 
 
+def test_a_run_begins_when_all_sessions_have_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Long prompts take longer than any warm-up that one would choose for short ones."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import agentic
+
+    path = write(tmp_path / "file", [session(number, [turn(900 + number), *[turn(50)] * 999]) for number in range(2)])
+
+    def answer(tokens: int, wanted: int) -> Iterator[bytes]:
+        time.sleep(1.5 if tokens == 901 else 0.01)
+        yield counted(wanted)
+
+    with anything(json.dumps(INFO).encode(), answer) as url:
+        for longest, least, most in ((600, 1.5, 60), (0.4, 0.4, 1.5)):
+            monkeypatch.setattr(agentic, "LONGEST_WARM_UP", longest)
+            call(monkeypatch, url, path, "--sessions 2 --from-start --warm-up 0.001")
+            (record,) = json.loads(Path(f"{path}.json").read_text())["records"]
+            assert least <= record["warm_up"] < most and record["turns"] > 1
+    assert capsys.readouterr().out.count("1 of 2 sessions had no answer in 0.4 s: the run begins") == 1
+
+
 def test_tokens_of_answers_that_are_not_over_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a backend is the worse the longer answers take, beyond what it is."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
