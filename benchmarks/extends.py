@@ -1,0 +1,100 @@
+"""Attention of extends behind long cached contexts, on a GPU, by the stock backends that may prefill for PAT:
+
+    python benchmarks/extends.py                                        # as coding agents send them
+    python benchmarks/extends.py --cases 1_8192+64 --dims 128 --append
+
+A case is a tree of cached tokens, in trees.py's notation, and how many new ones each request has; pages of 64 tokens, bfloat16 and e4m3. Times and the
+floor as in kernels.py, with a cold L2 cache; its arithmetic is of 16 bits, and FA3's with e4m3 is faster. PAT has no time: it plans extends of a few tokens only (docs/how-it-works.md, "Extends").
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+from pathlib import Path
+
+import kernels
+import msgspec
+import rivals
+import torch
+from about import gpu, result_file
+
+BENCHMARKS = {
+    "extends": {
+        "what": "attention of extends by FA3 and FlashInfer",
+        "gpu": True,
+        "results": "extends-h200.json",
+    },
+}
+"""For run.py, which reads it without importing this file."""
+
+CASES = (
+    "1_104000+64",
+    "1_104000+256",
+    "1_104000+704",
+    "1_104000+2048",
+    "8_104000+64",
+    "8_104000+704",
+    "1,8_32000,72000+704",
+    "1_8192+704",
+)
+"""A session alone, several that prefill together, and several that share. Of the extends in coding agents' sessions the median has 712 new tokens behind
+101,952 cached ones, and none fewer than 33 (docs/coding_agents.md)."""
+HEADS = {"128": "32/8", "256": "16/2"}
+"""Of Qwen3 8B, and of Qwen3.5 35B-A3B."""
+PAGE = 64
+KINDS = {"bfloat16": None, "float8_e4m3fn": torch.float8_e4m3fn}
+
+
+class Record(msgspec.Struct):
+    """One case; times in microseconds. `missing` says why one has none."""
+
+    tree: str
+    new: int
+    heads: str
+    dim: int
+    kv: str
+    rivals: dict[str, float]
+    rival_errors: dict[str, float]
+    missing: dict[str, str]
+    floor_us: float
+
+
+def problem_of(case: str, dim: int, kind: str) -> kernels.Problem:
+    """The new tokens are the last of each request."""
+    tree, _, new = case.partition("+")
+    both = re.sub(r"\d+$", lambda own: str(int(own[0]) + int(new)), tree)
+    heads = map(int, HEADS[str(dim)].split("/"))
+    return kernels.Problem(both, *heads, PAGE, torch.bfloat16, kv_dtype=KINDS[kind], tokens=int(new), dims=(dim, dim))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=CASES, help="cached tokens + new ones")
+    parser.add_argument("--dims", nargs="+", choices=HEADS, default=list(HEADS))
+    parser.add_argument("--append", action="store_true", help="keep the cases that the output has")
+    parser.add_argument("--output", type=Path, default=result_file("extends"))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/extends.py needs a CUDA device")
+    records = []
+    if options.append and options.output.exists():
+        records = msgspec.convert(json.loads(options.output.read_text())["records"], list[Record])
+    for dim, kind, case in itertools.product(options.dims, KINDS, options.cases):
+        problem = problem_of(case, int(dim), kind)
+        found = kernels.beside(problem, (rivals.Fa3, rivals.FlashInfer))
+        record = Record(
+            case.partition("+")[0], problem.tokens, HEADS[dim], int(dim), kind, found.us, found.errors, found.missing,
+            round(problem.floor_us, 1),
+        )  # fmt: skip
+        records.append(record)
+        print(record, flush=True)
+        del problem
+        document = {"device": gpu(), "records": msgspec.to_builtins(records)}
+        options.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
