@@ -79,14 +79,21 @@ def on(results: dict[str, str]) -> str:
         device = result["device"]
         where = f"{device['name']}, SGLang {device['sglang']}"
         dates = sorted({record.get("date") or device["date"] for record in result["records"]})
-        found.setdefault(where, []).append(f"{MODELS[result['model']]}{what}, {' and '.join(dates)}")
+        others = "".join(
+            dict.fromkeys(
+                f" and {BESIDE[record['model']]}" for record in result["records"] if record.get("model") in BESIDE
+            )
+        )
+        found.setdefault(where, []).append(f"{MODELS[result['model']]}{what}{others}, {' and '.join(dates)}")
     return "*" + "; ".join(f"{where}. {'; '.join(runs)}" for where, runs in found.items()) + ". Random weights.*"
 
 
 MODELS = {
     "qwen3-8b": "Qwen3-8B's shape", "llama3-8b": "Llama 3 8B's shape", "gpt-oss-20b": "gpt-oss 20B's shape",
-    "qwen3-30b-a3b": "Qwen3-30B-A3B's shape", "deepseek-v2-lite": "DeepSeek V2 Lite's shape",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B's shape", "deepseek-v2-lite": "DeepSeek V2 Lite's shape", "llama3.1-70b-tp8": "Llama 3.1 70B's shape",
 }  # fmt: skip
+BESIDE = {"glm-4.7-flash": "GLM-4.7-Flash"}
+"""Models in the results of another one."""
 
 
 def serving_mixed() -> str:
@@ -180,6 +187,7 @@ OF_MODELS = {
     "serving-gpt-oss-20b-fp8-h200.json": "gpt-oss 20B with FP8 KV",
     "serving-qwen3-30b-a3b-h200.json": "Qwen3-30B-A3B",
     "serving-mla-h200.json": "DeepSeek V2 Lite",
+    "serving-rank-h200.json": "one GPU's part of Llama 3.1 70B on eight",
 }
 """Results with other models than most, and what these are called."""
 
@@ -249,19 +257,19 @@ FORMS = {"fp8_e4m3": "FP8"}
 
 
 def served(results: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Each workload with the records of all backends; each format of KV apart, and each kind of drafts."""
+    """Each workload with the records of all backends; each model apart, each format of KV, and each kind of drafts."""
     for name, what in results.items():
         groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for record in load(name)["records"]:
-            served_with = record.get("kv"), record.get("drafts")
+            served_with = record.get("kv"), record.get("drafts"), BESIDE.get(record.get("model"))
             groups.setdefault((record["workload"], record["rate"], *served_with), []).append(record)
-        several = len({kv for _, _, kv, _ in groups}) > 1
-        for (workload, rate, kv, drafts), group in groups.items():
+        several = len({kv for _, _, kv, *_ in groups}) > 1
+        for (workload, rate, kv, drafts, model), group in groups.items():
             form = f", {FORMS.get(kv, kv)} KV" if several and kv not in (None, "bfloat16") else ""
             form += f", {drafts} drafts" if drafts else ""
             # Alone where the others' run was cut short.
             if len(group) > 1:
-                yield f"`{workload}`{f', {rate:g}/s' if rate else ''}{what}{form}", group
+                yield f"`{workload}`{f', {rate:g}/s' if rate else ''}{f', {model}' if model else what}{form}", group
 
 
 def in_readme(name: str = NEWEST) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
