@@ -58,7 +58,7 @@ SHOWN = 10
 PATIENCE = 60
 """Seconds in which a server has to be idle before a run."""
 LONGEST_WARM_UP = 600
-"""Seconds after which a run begins though some session has no answer."""
+"""Seconds after which a run begins though some session has no answer, unless more were asked for."""
 FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError, RuntimeError)
 """What a run may end with."""
 
@@ -253,9 +253,10 @@ class Replay:
             try:
                 if load.warm_up:
                     await asyncio.wait(running, timeout=load.warm_up)
-                    await self._all(answered)
-                    self._load = msgspec.structs.replace(load, warm_up=round(time.perf_counter() - self._began, 1))
+                    await self._wait_for_answers(answered)
+                    # A busy server answers late.
                     before = await self.info()
+                    self._load = msgspec.structs.replace(load, warm_up=round(time.perf_counter() - self._began, 1))
                 self._begin()
                 done, _ = await asyncio.wait(running, timeout=load.seconds)
                 after = await self.info()
@@ -276,14 +277,13 @@ class Replay:
         self._tasks.append(asyncio.create_task(what))
         return self._tasks[-1]
 
-    async def _all(self, answered: Sequence[asyncio.Event]) -> None:
-        """Wait for these, but not forever."""
+    async def _wait_for_answers(self, answered: Sequence[asyncio.Event]) -> None:
+        """Wait until each session has one, but not forever."""
         left = max(0, LONGEST_WARM_UP - (time.perf_counter() - self._began))
         await asyncio.wait([self._start(one.wait()) for one in answered], timeout=left)
         if late := sum(not one.is_set() for one in answered):
-            print(
-                f"{late} of {len(answered)} sessions had no answer in {LONGEST_WARM_UP} s: the run begins", flush=True
-            )
+            seconds = time.perf_counter() - self._began
+            print(f"{late} of {len(answered)} sessions had no answer in {seconds:.1f} s: the run begins", flush=True)
 
     async def _in_turn(self, waiting: Iterator[Session], answered: asyncio.Event) -> None:
         for session in waiting:

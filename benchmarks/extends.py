@@ -1,10 +1,12 @@
-"""Attention of extends behind long cached contexts, on a GPU, by the stock backends that may prefill for PAT:
+"""Attention of extends behind long cached contexts, on a GPU, by FA3 and FlashInfer, of which one prefills for PAT:
 
     python benchmarks/extends.py                                        # as coding agents send them
     python benchmarks/extends.py --cases 1_8192+64 --dims 128 --append
 
-A case is a tree of cached tokens, in trees.py's notation, and how many new ones each request has; pages of 64 tokens, bfloat16 and e4m3. Times and the
-floor as in kernels.py, with a cold L2 cache; its arithmetic is of 16 bits, and FA3's with e4m3 is faster. PAT has no time: it plans extends of a few tokens only (docs/how-it-works.md, "Extends").
+A case is a tree of cached tokens, in trees.py's notation, and how many new ones each request has; pages of 64 tokens, bfloat16 and e4m3. FlashInfer is its
+fa2 kernel in one causal call; SGLang's backend has pages of one token and two calls, one for what is cached and one for what is new. Times and the
+floor as in kernels.py, with a cold L2 cache; the floor's arithmetic is of 16 bits, and FA3's with e4m3 is faster. PAT is not timed: it plans extends of
+a few tokens only (docs/how-it-works.md, "Extends").
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ CASES = (
     "1,8_32000,72000+704",
     "1_8192+704",
 )
-"""A session alone, several that prefill together, and several that share. Of the extends in coding agents' sessions the median has 712 new tokens behind
-101,952 cached ones, and none fewer than 33 (docs/coding_agents.md)."""
+"""A session alone, several that prefill together, and several that share. In coding agents' sessions the median has 712 new tokens behind 101,952 cached
+ones (docs/coding_agents.md)."""
 HEADS = {"128": "32/8", "256": "16/2"}
 """Of Qwen3 8B, and of Qwen3.5 35B-A3B."""
 PAGE = 64
@@ -63,8 +65,14 @@ class Record(msgspec.Struct):
 
 
 def problem_of(case: str, dim: int, kind: str) -> kernels.Problem:
-    """The new tokens are the last of each request."""
+    """The new tokens are the last of each request.
+
+    Raises:
+        SystemExit: It is no case.
+    """
     tree, _, new = case.partition("+")
+    if not new.isdecimal() or int(new) % PAGE:
+        raise SystemExit(f"--cases: {case} must be like 1_8192+64, cached tokens and new ones in pages of {PAGE}")
     both = re.sub(r"\d+$", lambda own: str(int(own[0]) + int(new)), tree)
     heads = map(int, HEADS[str(dim)].split("/"))
     return kernels.Problem(both, *heads, PAGE, torch.bfloat16, kv_dtype=KINDS[kind], tokens=int(new), dims=(dim, dim))

@@ -66,7 +66,10 @@ def column(records: list[dict[str, Any]], measure: Measure) -> list[str]:
 
 def by_workload(results: dict[str, str], measures: tuple[Measure, ...] = MEASURES) -> str:
     """The workloads of some results (file: what sets it apart), folded if they have all measures."""
-    rows = [(name, {record["backend"]: record for record in group}) for name, group in served(results)]
+    rows = [
+        (f"{workload}{what}{form}", {record["backend"]: record for record in group})
+        for workload, what, form, group in served(results)
+    ]
     text = every_number(rows, {name: NAMES[name] for name in ORDER}, measures)
     return f"{folded('All numbers', text) if measures == MEASURES else text}\n\n{on(results)}"
 
@@ -93,7 +96,7 @@ MODELS = {
     "qwen3-30b-a3b": "Qwen3-30B-A3B's shape", "deepseek-v2-lite": "DeepSeek V2 Lite's shape", "llama3.1-70b-tp8": "Llama 3.1 70B's shape",
 }  # fmt: skip
 BESIDE = {"glm-4.7-flash": "GLM-4.7-Flash"}
-"""Models in the results of another one."""
+"""Models whose records are in another one's file."""
 
 
 def serving_mixed() -> str:
@@ -206,11 +209,12 @@ def serving_overview() -> str:
     rows = []
     for name, what in AT_A_GLANCE.items():
         device = load(name)["device"]
-        title = f"{what}, {device['name'].split()[1]}, {device['sglang']}"
-        for workload, group in served({name: ""}):
+        title = ""
+        for workload, model, form, group in served({name: f", {what}"}):
             if group[0]["rate"] in SHOWN_RATES:
-                rows.append([title, workload, *beside_the_best(group, RATE), *beside_the_best(group, TIME)])
-                title = ""
+                before, title = title, f"{model[2:]}, {device['name'].split()[1]}, {device['sglang']}"
+                numbers = *beside_the_best(group, RATE), *beside_the_best(group, TIME)
+                rows.append(["" if title == before else title, f"{workload}{form}", *numbers])
     heads = [cell for what in (RATE, TIME) for cell in (f"{what.title}, PAT", "best other", "ratio")]
     return table(["model, GPU, SGLang", "workload", *heads], rows)
 
@@ -256,8 +260,8 @@ FORMS = {"fp8_e4m3": "FP8"}
 """What tables call formats of KV."""
 
 
-def served(results: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Each workload with the records of all backends; each model apart, each format of KV, and each kind of drafts."""
+def served(results: dict[str, str]) -> Iterator[tuple[str, str, str, list[dict[str, Any]]]]:
+    """Each workload with what sets it apart, its KV and drafts, and the records of all backends."""
     for name, what in results.items():
         groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for record in load(name)["records"]:
@@ -269,7 +273,7 @@ def served(results: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]
             form += f", {drafts} drafts" if drafts else ""
             # Alone where the others' run was cut short.
             if len(group) > 1:
-                yield f"`{workload}`{f', {rate:g}/s' if rate else ''}{f', {model}' if model else what}{form}", group
+                yield f"`{workload}`{f', {rate:g}/s' if rate else ''}", f", {model}" if model else what, form, group
 
 
 def in_readme(name: str = NEWEST) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:

@@ -334,7 +334,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "`--disable-radix-cache --chunked-prefill-size -1` with any backend"),
         _works("hybrid models on a GPU: full attention between gated delta nets or Mamba 2", "Qwen3-Next, Qwen 3.5, Nemotron-H, Granite 4, LFM2",
                _MIRROR, "test_gpu_models.py::test_hybrid_models", "test_gpu_drafts.py::test_the_recipe_for_agents",
-               note="full attention is packed; others (Falcon-H1) are accepted but were not run"),
+               note="full attention is packed; attention of [Qwen3.5-35B-A3B's shape](coding_agents.md) was measured, servers were not compared; others (Falcon-H1) are accepted but were not run"),
         _refused("hybrid models on a CPU", "", None, "serve them on a GPU"),
         _refused("gated delta nets on a Blackwell GPU", "", None, "use --attention-backend triton",
                  note="SGLang accepts only its own backends there"),
