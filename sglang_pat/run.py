@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from sglang_pat.text import printable
+from sglang_pat.text import printable, say
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def refuse(why: str) -> NoReturn:
-    print(why, file=sys.stderr)
+    say(why)
     sys.exit(2)
 
 
