@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 from datetime import date
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("torch", "sglang", "flashinfer-python")
 
@@ -44,6 +46,11 @@ def gpu_slug() -> str:
 def result_file(kind: str) -> Path:
     """Where a benchmark's result goes, unless it is told: each GPU has a file of its own."""
     return Path(__file__).parent / "results" / f"{kind}-{gpu_slug()}.json"
+
+
+def kept(result: Path, append: bool) -> list[dict[str, Any]]:
+    """The records that a result has already, if they are to stay."""
+    return json.loads(result.read_text())["records"] if append and result.exists() else []
 
 
 def processor() -> str:

@@ -257,7 +257,7 @@ class Replay:
                     # A busy server answers late.
                     before = await self.info()
                     self._load = msgspec.structs.replace(load, warm_up=round(time.perf_counter() - self._began, 1))
-                self._begin()
+                    self._begin()
                 done, _ = await asyncio.wait(running, timeout=load.seconds)
                 after = await self.info()
                 seconds = time.perf_counter() - self._began

@@ -21,7 +21,7 @@ import msgspec
 import rivals
 import torch
 import trees
-from about import gpu, result_file
+from about import gpu, kept, result_file
 from tables import mean
 
 from sglang_pat.backend.executors import LEAST_PIECE
@@ -83,9 +83,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/deterministic.py needs a CUDA device")
     device = {**gpu(), **kernels.bandwidth()}
-    records = []
-    if options.append and options.output.exists():
-        records = msgspec.convert(json.loads(options.output.read_text())["records"], list[Record])
+    records = msgspec.convert(kept(options.output, options.append), list[Record])
     print(f"{'heads':>6} {'tree':42}{'floor':>8}{'pat':>8}{'free':>8}{'/free':>6}   others, best / PAT")
     for heads, tree in itertools.product(options.heads, options.trees):
         problem = kernels.Problem(tree, *map(int, heads.split("/")), options.page_size, torch.bfloat16)

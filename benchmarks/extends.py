@@ -21,7 +21,7 @@ import kernels
 import msgspec
 import rivals
 import torch
-from about import gpu, result_file
+from about import gpu, kept, result_file
 
 BENCHMARKS = {
     "extends": {
@@ -44,7 +44,7 @@ CASES = (
 )
 """A session alone, several that prefill together, and several that share. In coding agents' sessions the median has 712 new tokens behind 101,952 cached
 ones (docs/coding_agents.md)."""
-HEADS = {"128": "32/8", "256": "16/2"}
+HEADS = {128: "32/8", 256: "16/2"}
 """Of Qwen3 8B, and of Qwen3.5 35B-A3B."""
 PAGE = 64
 KINDS = {"bfloat16": None, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -74,34 +74,31 @@ def problem_of(case: str, dim: int, kind: str) -> kernels.Problem:
     if not new.isdecimal() or int(new) % PAGE:
         raise SystemExit(f"--cases: {case} must be like 1_8192+64, cached tokens and new ones in pages of {PAGE}")
     both = re.sub(r"\d+$", lambda own: str(int(own[0]) + int(new)), tree)
-    heads = map(int, HEADS[str(dim)].split("/"))
+    heads = map(int, HEADS[dim].split("/"))
     return kernels.Problem(both, *heads, PAGE, torch.bfloat16, kv_dtype=KINDS[kind], tokens=int(new), dims=(dim, dim))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=CASES, help="cached tokens + new ones")
-    parser.add_argument("--dims", nargs="+", choices=HEADS, default=list(HEADS))
+    parser.add_argument("--dims", type=int, nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument("--append", action="store_true", help="keep the cases that the output has")
     parser.add_argument("--output", type=Path, default=result_file("extends"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/extends.py needs a CUDA device")
-    records = []
-    if options.append and options.output.exists():
-        records = msgspec.convert(json.loads(options.output.read_text())["records"], list[Record])
+    device, records = gpu(), kept(options.output, options.append)
     for dim, kind, case in itertools.product(options.dims, KINDS, options.cases):
-        problem = problem_of(case, int(dim), kind)
+        problem = problem_of(case, dim, kind)
         found = kernels.beside(problem, (rivals.Fa3, rivals.FlashInfer))
         record = Record(
-            case.partition("+")[0], problem.tokens, HEADS[dim], int(dim), kind, found.us, found.errors, found.missing,
+            case.partition("+")[0], problem.tokens, HEADS[dim], dim, kind, found.us, found.errors, found.missing,
             round(problem.floor_us, 1),
         )  # fmt: skip
-        records.append(record)
         print(record, flush=True)
+        records.append(msgspec.to_builtins(record))
+        options.output.write_text(json.dumps({"device": device, "records": records}, indent=1) + "\n")
         del problem
-        document = {"device": gpu(), "records": msgspec.to_builtins(records)}
-        options.output.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import numpy as np
 import rivals
 import torch
 import trees
-from about import gpu, gpu_slug, result_file
+from about import gpu, gpu_slug, kept, result_file
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
@@ -396,7 +396,7 @@ def main() -> None:
     print(
         f"{'heads':>6}{'page':>5}{'tokens':>7} {'tree':42}{'floor':>8}{'pat':>8}{'/floor':>7}{'best rival':>20}{'ratio':>7}  warm, others"
     )
-    records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
+    records = kept(path, arguments.append)
     for tree, heads, kv_heads, page_size, tokens in cases(arguments):
         shape = tree, heads, kv_heads, page_size, getattr(torch, arguments.dtype), arguments.contiguous
         same_us = None

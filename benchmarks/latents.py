@@ -25,7 +25,7 @@ import msgspec
 import rivals
 import torch
 import trees
-from about import gpu, result_file
+from about import gpu, kept, result_file
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
@@ -272,7 +272,7 @@ def main() -> None:
     device = torch.device("cuda", 0)
     table = devices.load(arguments.tiles, "--tiles") if arguments.tiles else None
     path = arguments.output or result_file("mla")
-    records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
+    records = kept(path, arguments.append)
     about = {**gpu(), **kernels.bandwidth()}
     print(about)
     for tokens, page_size, heads, tree in itertools.product(

@@ -20,7 +20,7 @@ import reference  # in tests/, which `kernels` adds to the path
 import rivals
 import torch
 import trees
-from about import gpu, result_file
+from about import gpu, kept, result_file
 
 from sglang_pat.kernels import low_bit
 from sglang_pat.packing import FORMATS
@@ -143,7 +143,7 @@ def main() -> None:
         raise SystemExit("benchmarks/low_bit_kernels.py needs a CUDA device")
     path = arguments.output or result_file("kernels-lowbit")
     device = {**gpu(), **kernels.bandwidth()}
-    records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
+    records = kept(path, arguments.append)
     for heads in arguments.heads:
         for tree in map(rounded_up_to_pages, trees.PAPER if arguments.paper else arguments.trees):
             shape = tree, *map(int, heads.split("/"))

@@ -210,9 +210,10 @@ def serving_overview() -> str:
     for name, what in AT_A_GLANCE.items():
         device = load(name)["device"]
         title = ""
-        for workload, model, form, group in served({name: f", {what}"}):
+        for workload, _, form, group in served({name: ""}):
             if group[0]["rate"] in SHOWN_RATES:
-                before, title = title, f"{model[2:]}, {device['name'].split()[1]}, {device['sglang']}"
+                model = BESIDE.get(group[0].get("model"), what)
+                before, title = title, f"{model}, {device['name'].split()[1]}, {device['sglang']}"
                 numbers = *beside_the_best(group, RATE), *beside_the_best(group, TIME)
                 rows.append(["" if title == before else title, f"{workload}{form}", *numbers])
     heads = [cell for what in (RATE, TIME) for cell in (f"{what.title}, PAT", "best other", "ratio")]

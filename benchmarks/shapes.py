@@ -7,7 +7,7 @@ A folder has the model's configuration, as its makers published it, and a tokeni
 random tokens is N tokens again. No weights, and no vocabulary of the model's. For Qwen 3.5 transformers takes that model's own code whatever the folder
 says, which knows none of these words: serve that shape to benchmarks that send ids (agentic.py, serving.py's trace), and
 with --skip-server-warmup, which agentic.py gives itself: SGLang's own first request is text, which has no token there (0.5.23 ended in its experts'
-kernel at the first prefill; with the flag it was not run).
+kernel at the first prefill).
 """
 
 from __future__ import annotations
